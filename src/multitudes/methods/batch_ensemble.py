@@ -31,7 +31,7 @@ from multitudes.surgery.affine import SEVERAL, AffineMap, affine_layers, kind_of
 from multitudes.surgery.initialise import redraw
 from multitudes.surgery.layers import Factory, Selector, select
 from multitudes.surgery.observe import tell_reach
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 
 class RankOne(AffineMemberLayer):
@@ -158,7 +158,7 @@ def batch_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    start = starting(model, members, init, heads, seed=seed)
+    start = Start(model, members, init, heads, seed=seed)
     model = start.network
     check_choice("sides", sides, ("both", "inputs"))
     check_choice("rows", rows, ("shared", "own"))

@@ -18,7 +18,7 @@ from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.methods.registry import Method, by, single
 from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 
 def deep_ensemble(
@@ -46,7 +46,7 @@ def deep_ensemble(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    start = starting(model, members, init, heads, seed=seed, nested=True)
+    start = Start(model, members, init, heads, seed=seed, nested=True)
     check_number("perturb", perturb, 0)
     if start.fresh and perturb:
         raise ValueError(f"perturb={perturb!r} needs init='pretrained' or 'heads'; fresh members differ anyway")

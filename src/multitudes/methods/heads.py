@@ -22,7 +22,7 @@ from multitudes.methods.registry import Method, by
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.layers import Factory, Selector, check_untied
 from multitudes.surgery.observe import call_order, example_for
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 
 def heads(
@@ -55,7 +55,7 @@ def heads(
     torch.Size([8, 5, 2])
     """
     check_choice("rows", rows, ("shared", "own"))
-    start = starting(model, members, init, example=example, seed=seed)
+    start = Start(model, members, init, example=example, seed=seed)
     names = _chosen(start.network, layers, from_layer, example)
     check_untied(start.network, names)
     with start.seeded():

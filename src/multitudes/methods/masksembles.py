@@ -27,7 +27,7 @@ from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.layers import Factory, Selector
 from multitudes.surgery.observe import example_for, executed, kinds_left, tell_reach
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
@@ -144,7 +144,7 @@ def masksembles(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    start = starting(model, members, init, heads, example=example, seed=seed)
+    start = Start(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("scale", scale, 1, 1000)
     check_choice("rows", rows, ("shared", "own"))

@@ -23,7 +23,7 @@ from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
 from multitudes.surgery.observe import example_for, executed, tell_reach
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 
 class Mimo(Multitude):
@@ -105,7 +105,7 @@ def mimo(
     >>> net(torch.ones(5, 3)).shape
     torch.Size([3, 5, 2])
     """
-    start = starting(model, members, init, heads, example=example, seed=seed)
+    start = Start(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)

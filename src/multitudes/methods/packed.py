@@ -25,7 +25,7 @@ from multitudes.surgery.build import Build, build_function, built_at, refuse_opt
 from multitudes.surgery.layers import Factory, Selector
 from multitudes.surgery.narrow import narrowed_copy, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 
 def packed(
@@ -78,7 +78,7 @@ def packed(
     if (build := build_function(model)) is not None:
         refuse_options(gamma, min_channels, layers, init, heads)
         return _packed_by(build, members, alpha, example, task, seed)
-    start = starting(model, members, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
+    start = Start(model, members, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
@@ -107,7 +107,7 @@ def _packed_by(
     build: Build, members: int, alpha: float | None, example: Input | None, task: str | None, seed: int | None
 ) -> Members:
     """The Packed-Ensemble whose members `build(alpha / members)` constructs."""
-    start = starting(lambda: whole_network(build), members, None, seed=seed)
+    start = Start(lambda: whole_network(build), members, None, seed=seed)
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     with start.seeded():

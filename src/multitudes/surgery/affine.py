@@ -21,6 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from multitudes.core.copying import copied
+from multitudes.core.settings import computing_hooks
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Selector, select
 
 __all__ = [
@@ -41,8 +42,6 @@ __all__ = [
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
 """Layers that are converted as a whole: of several maps, or of several inputs."""
-
-_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
 
 
 @dataclass(frozen=True)
@@ -111,28 +110,20 @@ def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:
 
 
 def is_changed(layer: nn.Module) -> bool:
-    """Whether one of a layer's tensors is computed from others."""
-    return any(parametrize.is_parametrized(module) or _weight_hooks(module) for module in layer.modules())
+    """Return whether one of a layer's tensors is computed from others."""
+    return any(parametrize.is_parametrized(module) or computing_hooks(module) for module in layer.modules())
 
 
-def _weight_is_known(layer: nn.Module) -> bool:
-    hooks = _weight_hooks(layer)
-    if parametrize.is_parametrized(layer):
-        alone = list(layer.parametrizations) == ["weight"]  # type: ignore[arg-type]
-        return alone and not hooks and not has_other_hooks(layer)
-    if hooks:
-        named = [getattr(hook, "name", getattr(hook, "_tensor_name", "")) for hook in hooks]
-        return named == ["weight"] and not has_other_hooks(layer)
+def _weight_is_known(layer: Any) -> bool:
+    computed = [*(layer.parametrizations if parametrize.is_parametrized(layer) else ()), *computing_hooks(layer)]
+    if computed:
+        return computed == ["weight"] and not has_other_hooks(layer)
     return layer._parameters.get("weight") is not None
 
 
-def _weight_hooks(layer: nn.Module) -> list[Any]:
-    return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
-
-
 def has_other_hooks(layer: nn.Module) -> bool:
-    """Whether a layer has forward hooks beside those that compute its weight."""
-    return len(layer._forward_hooks) + len(layer._forward_pre_hooks) > len(_weight_hooks(layer))
+    """Return whether a layer has forward hooks beside those that compute its weight."""
+    return len(layer._forward_hooks) + len(layer._forward_pre_hooks) > len(computing_hooks(layer))
 
 
 def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
@@ -161,7 +152,7 @@ def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
 
 @torch.no_grad()
 def computes(layer: nn.Module, affine: AffineMap) -> bool:
-    """Whether a layer computes a map, in training and in evaluation."""
+    """Return whether a layer computes a map, in training and in evaluation."""
     probe: Any = copied(layer)
     generator = torch.Generator().manual_seed(0)
     width = affine.widths(probe.weight.shape)[0]
@@ -169,17 +160,13 @@ def computes(layer: nn.Module, affine: AffineMap) -> bool:
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
     weight = probe.weight if affine.inputs == 1 else probe.weight.mT
-    want = F.linear(x, weight, probe.bias if _has_bias(probe) else None)
+    want = F.linear(x, weight, probe._parameters.get("bias"))
     with torch.random.fork_rng([]):
         try:
             answers = [probe.train(mode)(x) for mode in (True, False)]
         except Exception:  # whatever a user's own code may raise: it is not a plain affine map
             return False
     return all(isinstance(y, Tensor) and y.shape == want.shape and torch.allclose(y, want) for y in answers)
-
-
-def _has_bias(layer: nn.Module) -> bool:
-    return layer._parameters.get("bias") is not None
 
 
 def affine_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -213,19 +200,19 @@ def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
 
 def weight_of(layer: Any) -> Tensor:
     """The weight that a layer of one map computes with, made as its next forward would make it."""
-    if not layer._forward_pre_hooks or not (hooks := _weight_hooks(layer)):
-        weight: Tensor = layer.weight
-        return weight
-    hook = hooks[0]
-    if isinstance(hook, prune.BasePruningMethod):
-        return hook.apply_mask(layer)
-    powers = (layer.training,) if isinstance(hook, SpectralNorm) else ()
-    computed: Tensor = hook.compute_weight(layer, *powers)
-    return computed
+    hook = computing_hooks(layer).get("weight") if layer._forward_pre_hooks else None
+    weight: Tensor
+    if hook is None:
+        weight = layer.weight
+    elif isinstance(hook, prune.BasePruningMethod):
+        weight = hook.apply_mask(layer)
+    else:
+        weight = hook.compute_weight(layer, *((layer.training,) if isinstance(hook, SpectralNorm) else ()))
+    return weight
 
 
 def is_computed(layer: nn.Module) -> bool:
-    """Whether a layer's weight is computed from others."""
+    """Return whether a layer's weight is computed from others."""
     return layer._parameters.get("weight") is None
 
 
@@ -237,7 +224,7 @@ def axis_of(layer: Any) -> int:
 def run_with(
     layer: Any, affine: AffineMap, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """What a layer of one map makes of x with another weight and bias."""
+    """Run a layer of one map on x with another weight and bias."""
     kind = kind_of(layer)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
     if hooked and kind is not None and "weight" in layer._parameters:  # where it is None too, but not where computed
@@ -272,7 +259,7 @@ def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> 
     if parametrize.is_parametrized(plain):
         del plain._modules["parametrizations"]
         plain.__class__ = type(plain).__bases__[0]  # torch's own way changes the class that all copies share
-    for hook in _weight_hooks(plain):
+    for hook in computing_hooks(plain).values():
         remove = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
         remove.get(type(hook), prune.remove)(plain, "weight")
     plain.register_parameter("weight", nn.Parameter(weight.detach().clone(), trained))

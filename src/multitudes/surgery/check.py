@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input, call, mapped, plain_attention, tensors_in
+from multitudes.core.checks import plural
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
 from multitudes.core.members import RUNNERS, Members
@@ -53,18 +55,15 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
     """
     if not isinstance(net, Multitude):
         raise ValueError(f"net must be a multitude, got {type(net).__name__}")
-    done = Checked()
+    compared: list[str] = []
     for runner in RUNNERS[1:] if isinstance(net, Members) else ("auto",):
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress(_Refused):
             warnings.simplefilter("ignore")  # a quick way that is not taken is no fault
-            proof = _Proof(net, example, tolerance, runner, done)
-            try:
-                proof.run()
-            except _Refused:
-                continue
+            compared += _Proof(net, example, tolerance, runner).run()
     if stochastic_layers(net.network):
-        _check_draws(copied(net).eval(), example, done)
-    return done
+        _check_draws(copied(net).eval(), example)
+        compared.append("four draws differ, a seed repeats them, and another gives others")
+    return Checked(compared)
 
 
 Measured = dict[str, Tensor]
@@ -81,43 +80,44 @@ class _Proof:
     example: Input
     tolerance: float
     runner: str
-    done: Checked
 
-    def run(self) -> None:
-        self.together(training=False)  # whether the runner takes the network at all
+    def run(self) -> list[str]:
+        """Compare the whole multitude with its members, and return the comparisons, a sentence each."""
+        self._together(training=False)  # whether the runner takes the network at all
         modes = (False, True) if isinstance(self.net, (Members, SharedMembers)) or self.net.members == 1 else (False,)
         for training in modes:
             self._compare(training)
         name = "" if self.runner == "auto" else f"{self.runner}: "
-        members = f"{self.net.members} member{'s' if self.net.members > 1 else ''}"
         where = "in evaluation and in training" if len(modes) > 1 else "in evaluation"
-        self.done.compared.append(f"{name}predictions and gradients of {members}, {where}, as each member's alone")
+        members = plural(self.net.members, "member")
+        compared = [f"{name}predictions and gradients of {members}, {where}, as each member's alone"]
         if self.net.independent:
             self._check_independent()
-            self.done.compared.append(f"{name}no prediction depends on another member's weights")
+            compared.append(f"{name}no prediction depends on another member's weights")
+        return compared
 
-    def together(self, training: bool, change: Callable[[Multitude], None] | None = None) -> list[Measured]:
-        """Run the whole multitude."""
+    def _together(self, training: bool, poisoned: int | None = None) -> list[Measured]:
+        """Run the whole multitude, perhaps with NaN for all weights that belong to one member alone."""
         one = copied(self.net).train(training)
-        if change is not None:
-            change(one)
+        for tensor in [] if poisoned is None else _tensors_of_member(one, poisoned):
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(torch.nan)
+        networks: list[nn.Module] = [one] * one.members
         with self._quiet(one):
             try:
-                networks: list[nn.Module] = [one] * one.members
                 if isinstance(one, Members):
                     one.runner, networks = self.runner, list(one.network)
-                run = partial(one, draws=0)
-                return self._measured(networks, lambda x: run(x).unflatten(0, (one.members, -1)))
+                return self._measured(networks, lambda x: one(x, draws=0).unflatten(0, (one.members, -1)))
             except ValueError as refusal:
                 if self.runner in ("packed", "vmapped"):
                     raise _Refused from refusal
                 raise
 
-    def alone(self, index: int, training: bool) -> Measured:
+    def _alone(self, index: int, training: bool) -> Measured:
         """Run a member by itself."""
         member = copied(self.net.member(index)).train(training)
+        run = partial(member, draws=0) if isinstance(member, Multitude) else partial(call, member)
         with self._quiet(member):
-            run = partial(member, draws=0) if isinstance(member, Multitude) else partial(call, member)
             return self._measured([member], lambda x: run(x).unsqueeze(0))[0]
 
     def _measured(self, networks: list[nn.Module], run: Callable[[Input], Tensor]) -> list[Measured]:
@@ -130,9 +130,13 @@ class _Proof:
         inputs = {f"x[{i}]": t for i, t in enumerate(tensors_in(x)) if t.requires_grad}
         found: list[Measured] = []
         for part, network in zip(predictions, networks, strict=True):
+            measured = {"its predictions": part.detach()}
             wanted = {name: p for name, p in network.named_parameters() if p.requires_grad} | inputs
-            gradients = _gradients((part * mixture).sum(), wanted)
-            measured = {"its predictions": part.detach()} | {f"the gradient of {n}": g for n, g in gradients.items()}
+            if part.requires_grad and wanted:
+                gradients = torch.autograd.grad(
+                    (part * mixture).sum(), list(wanted.values()), retain_graph=True, materialize_grads=True
+                )
+                measured |= {f"the gradient of {name}": one for name, one in zip(wanted, gradients, strict=True)}
             if isinstance(self.net, Members):
                 measured |= {f"buffer {name}": _number(buffer).clone() for name, buffer in network.named_buffers()}
             found.append(measured)
@@ -141,19 +145,14 @@ class _Proof:
     @contextmanager
     def _quiet(self, network: nn.Module) -> Iterator[None]:
         """Turn noise off, and let batch norms of members that share weights use their running statistics."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(plain_attention())
-            stack.enter_context(expecting(network))
-            stack.enter_context(Redrawn(STILL))
-            if not isinstance(self.net, Members):
-                stack.enter_context(running_statistics(network))
+        norms = nullcontext() if isinstance(self.net, Members) else running_statistics(network)
+        with torch.enable_grad(), plain_attention(), expecting(network), Redrawn(STILL), norms:
             yield
 
     def _compare(self, training: bool) -> None:
         mode = "training" if training else "evaluation"
-        for index, mine in enumerate(self.together(training)):
-            alone = self.alone(index, training)
+        for index, mine in enumerate(self._together(training)):
+            alone = self._alone(index, training)
             alone["its predictions"] = alone["its predictions"].reshape(mine["its predictions"].shape)
             both = [n for n in mine if n in alone and ("gradient" not in n or mine[n].shape == alone[n].shape)]
             steepest = max([1.0, *(_largest(alone[name]) for name in both if "gradient" in name)])
@@ -161,21 +160,16 @@ class _Proof:
                 # Rounding adds up on the way back, so gradients are seen beside the largest of them.
                 got, want = mine[name], alone[name]
                 scale = 10 * steepest if "gradient" in name else max(1.0, _largest(want[want.isfinite()]))
-                error = _apart(got, want) if got.shape == want.shape else float("nan")
+                # Infinities that are equal, as masks have them, differ by nothing.
+                error = _largest(torch.where(got == want, 0, got - want)) if got.shape == want.shape else math.nan
                 if not error <= self.tolerance * scale:
                     where = f"member {index} differs from itself alone in {mode}"
                     raise ValueError(f"{where}: {name} by {error:.2e} (runner {self.runner!r})")
 
     def _check_independent(self) -> None:
-        before = self.together(training=False)
+        before = self._together(training=False)
         for poisoned in range(self.net.members):
-
-            def poison(net: Multitude, poisoned: int = poisoned) -> None:
-                for tensor in _tensors_of_member(net, poisoned):
-                    if tensor.is_floating_point() or tensor.is_complex():
-                        tensor.fill_(torch.nan)
-
-            after = self.together(False, poison)
+            after = self._together(False, poisoned)
             for index, pair in enumerate(zip(before, after, strict=True)):
                 was, now = (measured["its predictions"] for measured in pair)
                 if index != poisoned and not torch.allclose(was, now, rtol=self.tolerance, atol=self.tolerance):
@@ -193,20 +187,8 @@ def _tensors_of_member(net: Multitude, index: int) -> list[Tensor]:
     return [parameter.data[index] for name, parameter in net.named_parameters() if name in own]
 
 
-def _gradients(value: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not value.requires_grad or not wanted:
-        return {}
-    found = torch.autograd.grad(value, list(wanted.values()), retain_graph=True, allow_unused=True)
-    return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), found, strict=True)}
-
-
 def _largest(values: Tensor) -> float:
     return values.abs().max().item() if values.numel() else 0.0
-
-
-def _apart(got: Tensor, want: Tensor) -> float:
-    """The largest difference; infinities that are equal, as masks have them, differ by nothing."""
-    return _largest(torch.where(got == want, 0, got - want))
 
 
 def _number(buffer: Tensor) -> Tensor:
@@ -214,7 +196,7 @@ def _number(buffer: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check_draws(net: Multitude, example: Input, done: Checked) -> None:
+def _check_draws(net: Multitude, example: Input) -> None:
     drawn = net(example, draws=4, seed=0)
     each = drawn.unflatten(0, (net.members, -1))
     if all(torch.equal(each[:, 0], each[:, number]) for number in range(1, each.shape[1])):
@@ -223,4 +205,3 @@ def _check_draws(net: Multitude, example: Input, done: Checked) -> None:
         raise ValueError("the same seed gives other draws the second time")
     if torch.equal(drawn, net(example, draws=4, seed=1)):
         raise ValueError("another seed gives the same draws")
-    done.compared.append("four draws differ, a seed repeats them, and another gives others")

@@ -7,6 +7,7 @@ the block, zeros in place of what its strided layer gives, and where NaN comes o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +90,12 @@ class Step(Call):
             return max(stride if isinstance(stride, (tuple, list)) else (stride,)) > 1
         return self.pools and (self.gives_one_value or smaller(self.output, self.input))
 
-    def origin(self) -> Step | None:
-        """The last layer before this one that does not just pass on what it reads, as far as layers show it."""
+    def behind(self) -> Iterator[Step]:
+        """The layers before this one, each the one that gave the next its input, or else ran last before it."""
         before = self.feeder or self.previous
-        while before is not None and before.passes_on:
+        while before is not None:
+            yield before
             before = before.feeder or before.previous
-        return before
 
 
 def smaller(output: Any, input: Any) -> bool:
@@ -114,28 +115,25 @@ class Run:
         self.model = copied(model)
         self.inputs = tensors_in(example)
         self.layers: list[Step] = []
-        self.blocks: list[Step] = []
         names = [name for name, _ in self.model.named_modules() if name]
         trace = record(self.model, example, names)
         self.output = trace.output
+        self._steps: dict[Call, Step] = {}
         makers: dict[int, Step] = {}
-        steps: dict[Call, Step] = {}
         for call, begins in trace.steps:
             if begins:
-                own = vars(call) | {"inside": tuple(steps[outer] for outer in call.inside)}
+                own = vars(call) | {"inside": tuple(self._steps[outer] for outer in call.inside)}
                 feeder = makers.get(id(call.args[0])) if call.args else None
                 previous = self.layers[-1] if self.layers else None
-                steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
-            elif any(True for _ in call.module.children()) and not isinstance(call.module, LAYERS):
-                self.blocks.append(steps[call])
-            else:
-                self.layers.append(steps[call])
-                makers[id(call.output)] = steps[call]  # the trace holds all outputs, so that none shares its id
+                self._steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
+            elif isinstance(call.module, LAYERS) or not any(True for _ in call.module.children()):
+                self.layers.append(self._steps[call])
+                makers[id(call.output)] = self._steps[call]  # the trace holds all outputs, so that none shares its id
 
     def calls(self, name: str) -> list[Step]:
         """The calls of a module."""
         module = self.model.get_submodule(name)
-        return [seen for seen in (*self.layers, *self.blocks) if seen.module is module]
+        return [seen for seen in self._steps.values() if seen.module is module]
 
     def reads_input(self, seen: Step) -> bool:
         """Return whether it reads the network's own input, and not yet what a layer with weights has made of it."""
@@ -163,22 +161,19 @@ def downsamplings(run: Run) -> list[str]:
 
 def _continues(run: Run, seen: Step) -> bool:
     """A pooling right after another pooling; or one that is not global, right after a first strided convolution."""
-    origin = seen.origin()
+    origin = next((before for before in seen.behind() if not before.passes_on), None)
     if isinstance(seen.module, nn.Conv2d) or origin is None or not origin.downsamples:
         return False
-    if isinstance(origin.module, nn.Conv2d):
-        return run.reads_input(origin) and not isinstance(seen.module, GLOBAL)
-    return True
+    first = isinstance(origin.module, nn.Conv2d)
+    return not first or (run.reads_input(origin) and not isinstance(seen.module, GLOBAL))
 
 
 def _after_lone_norm(seen: Step) -> bool:
     """A global pooling whose last norm reads what no layer gave: a sum of branches, as in pre-activation networks."""
-    before = seen.feeder or seen.previous
-    while before is not None and before.passes_on and not isinstance(before.module, NORMS):
-        before = before.feeder or before.previous
-    if not seen.gives_one_value or before is None or not isinstance(before.module, NORMS):
+    norm = next((b for b in seen.behind() if isinstance(b.module, NORMS) or not b.passes_on), None)
+    if not seen.gives_one_value or norm is None or not isinstance(norm.module, NORMS):
         return False
-    origin = before.feeder
+    origin = norm.feeder
     while origin is not None and origin.passes_on:
         origin = origin.feeder
     return origin is None

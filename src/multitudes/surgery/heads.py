@@ -11,21 +11,19 @@ from torch.nn.utils import parametrize
 
 from multitudes.core.calling import Input, evaluating, input_errors, mapped, prediction_in, split_call
 from multitudes.core.draws.stochastic import expecting
+from multitudes.core.settings import holding
 from multitudes.core.trace import hooked, unmoved
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for
 
 __all__ = ["final_layers", "output_layers"]
 
-_NAMES = ("classifier", "score", "lm_head", "fc", "head", "heads")
-"""Usual names of the child that gives a network's output."""
-
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
     """The names of a network's output layers: those that `heads` selects, or those that are found.
 
     They are found by running the network on `example`, or on noise of a size that fits it. A Hugging Face model's are
-    the layers beside its base model. Where the network cannot be run, its last child is taken if it has a usual name.
+    the layers beside its base model.
     """
     if heads is not None:
         kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
@@ -38,14 +36,13 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
 
 def _beside_base_model(network: nn.Module) -> list[str]:
     """The children with weights beside a Hugging Face model's base model, also of a network that only wraps it."""
-    children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
+    children = {name: child for name, child in network.named_children() if any(True for _ in child.parameters())}
     if not hasattr(type(network), "base_model_prefix") and len(children) == 1 and not network._parameters:
-        return [f"{children[0]}.{name}" for name in _beside_base_model(network.get_submodule(children[0]))]
+        return [f"{name}.{inner}" for name, child in children.items() for inner in _beside_base_model(child)]
     base = getattr(network, str(getattr(network, "base_model_prefix", "")), None)
     if not isinstance(base, nn.Module) or base is network:
         return []
-    others = [name for name, child in network.named_children() if child is not base]
-    return [name for name in others if any(True for _ in network.get_submodule(name).parameters())]
+    return [name for name, child in children.items() if child is not base]
 
 
 def _found(network: nn.Module, example: Input | None) -> list[str]:
@@ -54,9 +51,6 @@ def _found(network: nn.Module, example: Input | None) -> list[str]:
         with input_errors(x):
             return _observed(network, x)
     except ValueError as error:
-        children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
-        if example is None and children and children[-1] in _NAMES:
-            return children[-1:]
         raise ValueError(
             f"heads must be given, which says which layers of model ({type(network).__name__}) give its output: they "
             f"could not be found, since {error}"
@@ -72,45 +66,34 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
     """The layers whose weights reach the output, or what `read` gives of it, without another layer between.
 
     What a layer with weights is called with is cut off from what made it, so that the gradient of the network's output
-    reaches the last ones alone.
+    reaches the last ones alone. A weight that several layers share counts for the one that runs last.
     """
     owned = {name: _own_weights(m) for name, m in network.named_modules() if "parametrizations" not in name.split(".")}
-    owners = {name: network.get_submodule(name) for name, own in owned.items() if own}
-    weights = [(name, p) for name in owners for p in owned[name]]
+    owners = [name for name, own in owned.items() if own]
+    weights = {p: name for name in reversed(owners) for p in reversed(owned[name])}
     frozen = [p for p in network.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
-    order: list[str] = []
 
     def cut(name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        order.append(name)
+        weights.update(dict.fromkeys(owned[name], name))
         return mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs)
 
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_()
-        with (
-            evaluating(network),
-            unmoved(network, example),
-            expecting(network),
-            torch.enable_grad(),
-            hooked(network, owners, enter=cut),
-        ):
-            args, kwargs = split_call(network, example)
+    with (
+        evaluating(network),
+        unmoved(network, example),
+        expecting(network),
+        torch.enable_grad(),
+        holding(frozen, "requires_grad", True),  # type: ignore[arg-type]
+    ):
+        args, kwargs = split_call(network, example)
+        with hooked(network, owners, enter=cut):
             outputs = (read or _outputs)(network(*args, **kwargs))
-        gradients = (
-            torch.autograd.grad(outputs, [p for _, p in weights], allow_unused=True) if outputs is not None else ()
-        )
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-    reached = {id(p): p for (_, p), gradient in zip(weights, gradients, strict=False) if gradient is not None}
-    users = [[name for name, p in weights if p is weight] for weight in reached.values()]
-    last = {name: place for place, name in enumerate(order)}
-    found = [max(names, key=lambda name: last.get(name, -1)) for names in users]  # of those that share it
+        gradients = torch.autograd.grad(outputs, list(weights), allow_unused=True) if outputs is not None else ()
+    found = [name for name, gradient in zip(weights.values(), gradients, strict=False) if gradient is not None]
     if not found:
         raise ValueError("no gradient of its output reaches a weight")
     if "" in found:
         raise ValueError("its output is made by a parameter of its own, which is in no layer")
-    return list(dict.fromkeys(found))
+    return sorted(set(found), key=owners.index)
 
 
 def _own_weights(layer: nn.Module) -> list[nn.Parameter]:

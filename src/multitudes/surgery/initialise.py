@@ -1,10 +1,16 @@
-"""Initialise a network anew: each layer, and each network, by its own rule; what is frozen is kept."""
+"""Initialise a network again: each layer, and each network, by its own rule; frozen tensors keep their values.
+
+A user's constructor may draw weights with another deviation, start gains at zero, or set forget gates to one. Each
+layer's own rule would undo that. So the values of a given network are compared with those that its rules draw:
+constants stay, and draws get the mean and deviation that they had. A function that builds the network needs none of it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,49 +24,61 @@ from multitudes.core.copying import copied
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.seeding import seeded
-from multitudes.core.settings import computing_hooks
-from multitudes.surgery.constructed import Own, compared
+from multitudes.core.settings import computing_hooks, holding
 from multitudes.surgery.layers import within
 
-__all__ = ["Judgement", "frozen_tensors", "is_hugging_face", "judged", "plain_weights", "redraw", "run_rules"]
+__all__ = ["RULES", "Own", "is_hugging_face", "judge", "redraw"]
 
-_RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
+RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
+_SAMPLE = 2**16
+"""The most numbers of a parameter that are compared."""
+_FEW = 16
+"""A parameter with more repeated values than these is a table, not draws and constants."""
+_POWER_ITERATIONS = 100
+"""After which the spectral norm of a new weight is accurate enough for evaluation."""
 
 
 @torch.no_grad()
 def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Collection[str] | None = None) -> nn.Module:
-    """Initialise a network anew, in place, from torch's random state: all of it, or the modules named by `only`.
+    """Initialise a network again, in place, from torch's random state: all of it, or the modules named by `only`.
 
-    Frozen parameters keep their values. `own` says of parameters, by name, how they were initialised by other code than
-    their layers', and they are drawn in that way, or kept.
+    Frozen parameters keep their values. `own` lists parameters, by name, that do not start by their layers' rules.
     """
     if isinstance(network, Members):
         for member in network.network:
             redraw(member, own, only)
         return network
-    kept = [(tensor, tensor.detach().clone()) for tensor in frozen_tensors(network)]
+    frozen = [(tensor, tensor.detach().clone()) for tensor in _frozen_tensors(network)]
     parameters = dict(network.named_parameters())
     custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
-    run_rules(network.network if isinstance(network, Multitude) else network, only)
+    _run_rules(network.network if isinstance(network, Multitude) else network, only)
     for parameter, how, before in custom:
         how.settle(parameter, before)
-    for tensor, value in kept:
+    for tensor, value in frozen:
         tensor.copy_(value)
     return network
 
 
-def frozen_tensors(network: nn.Module) -> list[Tensor]:
+def _frozen_tensors(network: nn.Module) -> list[Tensor]:
     """The parameters that are not trained, and the buffers of modules all of whose parameters are not."""
     tensors: dict[int, Tensor] = {id(p): p for p in network.parameters() if not p.requires_grad}
     for module in network.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(p.requires_grad for p in parameters):
+        if not _is_trained(module):
             tensors |= {id(buffer): buffer for buffer in module.buffers()}
     return list(tensors.values())
 
 
+def _is_trained(module: nn.Module) -> bool:
+    """Return whether some of its parameters are not frozen, or it has none."""
+    parameters = list(module.parameters())
+    return not parameters or any(p.requires_grad for p in parameters)
+
+
+# -- rules -------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
+def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
     """Let modules initialise themselves, in place, inner ones first: all of them, or those named and what is in them.
 
     A module's rule is its `reset_parameters`, its `_reset_parameters`, or an `_init_weights`, which is called for each
@@ -71,8 +89,11 @@ def run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
     nested = {id(inner) for m in modules.values() if is_hugging_face(m) for inner in m.modules() if inner is not m}
     for module in reversed(modules.values()):
         if id(module) in chosen:
-            for rule in filter(None, (_rule(module, name, 0) for name in _RULES)):
-                _try(module, rule)
+            with _plain_weights(module) as plain:
+                for rule in filter(None, (_rule(plain, name, 0) for name in RULES)):
+                    # What a rule that fails has not drawn stays as it was, as if it had no rule.
+                    with suppress(RuntimeError, AttributeError, TypeError, LookupError):
+                        rule()
         initialise = _rule(module, "_init_weights", 1)
         if initialise is None or (is_hugging_face(module) and id(module) in nested):
             continue
@@ -86,7 +107,7 @@ def is_hugging_face(module: nn.Module) -> bool:
 
 
 def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | None:
-    """A module's method, where it can be called with so many arguments; it is none's rule where it needs others."""
+    """A module's method, where it needs exactly so many arguments."""
     method = getattr(module, name, None)
     if not callable(method):
         return None
@@ -97,15 +118,6 @@ def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | 
         return None
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in (0, 1)]
     return method if len(needed) == arguments else None
-
-
-def _try(module: nn.Module, rule: Callable[[], Any]) -> None:
-    """Call a rule; where it fails, what it has not drawn stays as it was, and is reported like what has no rule."""
-    with plain_weights(module):
-        try:
-            rule()
-        except (RuntimeError, AttributeError, TypeError, LookupError):
-            return
 
 
 def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: set[int], by_own: bool) -> None:
@@ -119,7 +131,7 @@ def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: 
 
 @contextmanager
 def _unmarked(module: nn.Module) -> Iterator[None]:
-    """Hugging Face skips what it has marked as initialised; take the marks off for a while."""
+    """Take off the marks by which Hugging Face skips what is initialised already, and put them back."""
     mark = "_is_hf_initialized"
     marked = [t for t in [*module.modules(), *module.parameters(), *module.buffers()] if mark in vars(t)]
     before = [getattr(t, mark) for t in marked]
@@ -132,118 +144,33 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
             setattr(t, mark, value)
 
 
-# -- what the rules are for --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Return the parameters that a network's own rules cannot, or should not, draw anew."""
-
-    own: dict[str, Own]
-    """Those that other code has initialised, by name, and how; those without a rule are kept."""
-    unruled: list[str]
-    """The names of those without a rule."""
-    trained: str | None
-    """Why the network looks trained, in words; None where it does not."""
-
-
-@torch.no_grad()
-def judged(network: nn.Module) -> Judgement:
-    """Compare a network with what its rules make of a copy. Random states are left as they were.
-
-    Where it looks trained, its values say nothing of how they were initialised, and only rules are left to follow.
-    """
-    if any(parameter.is_meta for parameter in network.parameters()):  # which has no values to compare
-        return Judgement({}, [], None)
-    if isinstance(network, Members):
-        return judged(network._member(0))
-    network = network.network if isinstance(network, Multitude) else network
-    other = copied(network)
-    for parameter in other.parameters():
-        parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was
-    with seeded(0):
-        run_rules(other)
-    pairs = {
-        name: (given.detach(), drawn.detach())
-        for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True)
-        if given.requires_grad
-    }
-    unruled = [name for name, (given, drawn) in pairs.items() if torch.equal(_moved(given), drawn)]
-    own = {name: Own("no rule draws it anew", kept=True) for name in unruled}
-    trained = _looks_trained(network, {name: pair for name, pair in pairs.items() if name not in own})
-    if trained is None:
-        found = {name: compared(*pair) for name, pair in pairs.items() if name not in own}
-        own |= {name: how for name, how in found.items() if how is not None}
-    return Judgement(own, unruled, trained)
-
-
-def _moved(parameter: Tensor) -> Tensor:
-    """Values that no rule gives."""
-    return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
-
-
-def _is_trained(module: nn.Module) -> bool:
-    """Return whether some of its parameters are not frozen, or it has none."""
-    parameters = list(module.parameters())
-    return not parameters or any(p.requires_grad for p in parameters)
-
-
-def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> str | None:
-    trained = {name: m for name, m in network.named_modules() if _is_trained(m)}
-    for module in trained.values():
-        source = getattr(getattr(module, "config", None), "_name_or_path", None)
-        if isinstance(source, str) and source:
-            return f"its weights come from {source!r}"
-    for name, module in trained.items():
-        mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
-        # A few batches may have been run to see shapes.
-        if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):
-            return f"layer {name!r} has seen data"
-    for name, (given, drawn) in pairs.items():
-        owner = type(network.get_submodule(name.rpartition(".")[0])).__module__
-        varies = bool((given != given.flatten()[0]).any()) if given.numel() else False
-        if varies and bool((drawn == drawn.flatten()[0]).all()) and not owner.startswith("multitudes."):
-            return f"{name!r} varies, and starts constant"
-    return None
-
-
-# -- weights that are computed from others -------------------------------------------------------------------
-
-
-_POWER_ITERATIONS = 100
-"""After which the spectral norm of a new weight is known well enough to evaluate with."""
-
-
 @contextmanager
-def plain_weights(layer: nn.Module) -> Iterator[None]:
-    """Inside, a layer has plain weights, for its own code to draw; after, what they are computed from is set by them.
+def _plain_weights(layer: Any) -> Iterator[Any]:
+    """Yield a layer over the same tensors whose computed weights are plain ones; then compute the layer's from them.
 
-    Layers that compute none of their weights are left alone.
+    Torch computes weights by parametrizations, and by the hooks that came before these. A layer that computes none is
+    yielded as it is.
     """
-    with ExitStack() as stack:
-        if parametrize.is_parametrized(layer):
-            stack.enter_context(_unparametrized(layer))
-        for name, hook in computing_hooks(layer).items():
-            stack.enter_context(_unhooked(layer, name, hook))
-        yield
+    hooks = computing_hooks(layer)
+    parametrized = list(layer.parametrizations) if parametrize.is_parametrized(layer) else []
+    before = {name: getattr(layer, name).detach() for name in (*parametrized, *hooks)}
+    if not before:
+        yield layer
+        return
+    kind: Any = type(layer).__bases__[0] if parametrized else type(layer)
+    plain = kind.__new__(kind)
+    vars(plain).update({name: value for name, value in vars(layer).items() if name not in before})
+    vars(plain).update(
+        _parameters=layer._parameters | {name: nn.Parameter(value.clone()) for name, value in before.items()},
+        _modules={name: module for name, module in layer._modules.items() if name != "parametrizations"},
+    )
+    yield plain
+    for name, value in before.items():
+        drawn = plain._parameters[name].detach()
+        if not torch.equal(drawn, value):
+            _compute_by_hook(layer, hooks[name], drawn) if name in hooks else _set_parametrized(layer, name, drawn)
 
 
-@contextmanager
-def _unparametrized(layer: Any) -> Iterator[None]:
-    own = type(layer)
-    values = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
-    layer.__class__ = own.__bases__[0]  # in which the weights are parameters, not properties
-    layer._parameters.update({name: nn.Parameter(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        values = {name: layer._parameters.pop(name).detach() for name in values}
-        layer.__class__ = own
-    for name, value in values.items():
-        _set_parametrized(layer, name, value)
-
-
-@torch.no_grad()
 def _set_parametrized(layer: Any, name: str, value: Tensor) -> None:
     parametrizations = layer.parametrizations[name]
     try:
@@ -253,36 +180,155 @@ def _set_parametrized(layer: Any, name: str, value: Tensor) -> None:
         if original is not None and original.shape == value.shape:
             original.copy_(value)
     spectral = [each for each in parametrizations if hasattr(each, "n_power_iterations")]
-    modes = [each.training for each in spectral]
-    for each in spectral:
-        each.train()
-    for _ in range(_POWER_ITERATIONS if spectral else 0):
-        getattr(layer, name)
-    for each, mode in zip(spectral, modes, strict=True):
-        each.train(mode)
+    with holding(spectral, "training", True):
+        for _ in range(_POWER_ITERATIONS if spectral else 0):
+            getattr(layer, name)
 
 
-@contextmanager
-def _unhooked(layer: nn.Module, name: str, hook: Any) -> Iterator[None]:
-    """As `_unparametrized`, for the hooks that torch used before it had parametrisations."""
-    of = layer.get_parameter(f"{name}_v" if isinstance(hook, WeightNorm) else f"{name}_orig")
-    vars(layer).pop(name, None)
-    layer._parameters[name] = nn.Parameter(of.detach().clone())
-    try:
-        yield
-    finally:
-        value = layer._parameters.pop(name)
-        assert value is not None
-        with torch.no_grad():
-            of.copy_(value)
-            if isinstance(hook, WeightNorm):
-                layer.get_parameter(f"{name}_g").copy_(torch.norm_except_dim(value, 2, hook.dim))
-            _recompute(layer, hook)
+def _compute_by_hook(layer: nn.Module, hook: Any, value: Tensor) -> None:
+    name = getattr(hook, "name", getattr(hook, "_tensor_name", ""))
+    layer.get_parameter(f"{name}_v" if isinstance(hook, WeightNorm) else f"{name}_orig").copy_(value)
+    if isinstance(hook, WeightNorm):
+        layer.get_parameter(f"{name}_g").copy_(torch.norm_except_dim(value, 2, hook.dim))
+    for _ in range(_POWER_ITERATIONS if isinstance(hook, SpectralNorm) else 0):
+        hook.compute_weight(layer, True)
+    hook(layer, ())
 
 
-def _recompute(layer: nn.Module, hook: Any) -> None:
-    mode = layer.training
-    layer.training = True  # in which a spectral norm makes power iterations
-    for _ in range(_POWER_ITERATIONS if isinstance(hook, SpectralNorm) else 1):
-        hook(layer, ())
-    layer.training = mode
+# -- what other code has initialised -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own:
+    """How a parameter starts that does not start by its layer's rule."""
+
+    reason: str
+    kept: bool = False
+    """True if it keeps its value."""
+    exact: bool = False
+    """True if it starts as the code that initialised it would have it."""
+    constants: tuple[complex, ...] = ()
+    """Values that stay where they are; the others are drawn by the rule, then scaled and shifted."""
+    scale: float = 1.0
+    shift: complex = 0.0
+
+    def settle(self, parameter: Tensor, before: Tensor) -> None:
+        """Change what the layer's rule has drawn, in place."""
+        if self.kept:
+            parameter.copy_(before)
+            return
+        stays = (before == parameter) | _among(before, self.constants)  # the rule sets constants too, such as padding
+        parameter.copy_(torch.where(stays, before, parameter * self.scale + self.shift))
+
+
+@torch.no_grad()
+def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
+    """Compare a network with what its rules make of a copy. Random states are left as they were.
+
+    Return the parameters, by name, that do not start by their layers' rules, and why the network looks trained, in
+    words; None where it does not. The values of a trained network do not show how they were initialised: only its
+    rules are left.
+    """
+    if any(parameter.is_meta for parameter in network.parameters()):  # which has no values to compare
+        return {}, None
+    if isinstance(network, Members):
+        return judge(network._member(0))
+    network = network.network if isinstance(network, Multitude) else network
+    other = copied(network)
+    for parameter in other.parameters():
+        parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was
+    with seeded(0):
+        _run_rules(other)
+    own, pairs = {}, {}
+    for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True):
+        if given.requires_grad and torch.equal(_moved(given), drawn):
+            own[name] = Own("no rule draws it anew", kept=True)
+        elif given.requires_grad:
+            pairs[name] = given.detach(), drawn.detach()
+    trained = _looks_trained(network, pairs)
+    if trained is None:
+        own |= {name: how for name, pair in pairs.items() if (how := _compared(*pair)) is not None}
+    return own, trained
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Values that no rule gives."""
+    return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
+
+
+def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> str | None:
+    for name, module in network.named_modules():
+        if not _is_trained(module):
+            continue
+        source = getattr(getattr(module, "config", None), "_name_or_path", None)
+        if isinstance(source, str) and source:
+            return f"its weights come from {source!r}"
+        mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
+        # A few batches may have been run to see shapes.
+        if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):
+            return f"layer {name!r} has seen data"
+    for name, (given, drawn) in pairs.items():
+        owner = type(network.get_submodule(name.rpartition(".")[0])).__module__
+        if not _constant(given) and _constant(drawn) and not owner.startswith("multitudes."):
+            return f"{name!r} varies, and starts constant"
+    return None
+
+
+def _compared(given: Tensor, drawn: Tensor) -> Own | None:
+    """How a given parameter differs from what its layer's rule has drawn; None where that may be the rule's draw."""
+    if torch.equal(given, drawn):
+        return None
+    if _constant(given):
+        number = given.flatten()[0].item()
+        # Alone, a number that a rule has drawn is constant too, but has more digits than one that somebody wrote.
+        written = given.numel() > 1 or f"{number:.3g}" == f"{number:.7g}"
+        return Own("one constant", kept=True, exact=True) if written else None
+    if _constant(drawn):  # where the rule gives a constant, training has changed it
+        return None
+    zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in whatever large a table
+    step = given.numel() // _SAMPLE | 1  # odd, so that it goes through all columns
+    given, drawn = given.flatten()[::step], drawn.flatten()[::step]
+    constants = tuple(dict.fromkeys([*_repeated(given, drawn), *([0.0] if zeros else [])]))
+    if len(constants) > _FEW or (stays := _among(given, constants)).all():
+        return Own("constants, no independent draws", kept=True)
+    exact = torch.promote_types(given.dtype, torch.float64)
+    found = _other_distribution(given[~stays].to(exact), drawn[~stays].to(exact))
+    if found is not None:
+        scale, shift = found
+        return Own(f"{scale:.3g} times the deviation of its layer's own", False, False, constants, scale, shift)
+    return Own("some constants, which stay", exact=True, constants=constants) if constants else None
+
+
+def _other_distribution(given: Tensor, drawn: Tensor) -> tuple[float, complex] | None:
+    """The scale and the shift that give draws the mean and deviation of what is given, where these clearly differ."""
+    count = len(given)
+    if count < 8:
+        return None
+    scale = (given.std() / drawn.std().clamp(min=1e-30)).item()
+    apart = abs(given.mean() - drawn.mean()) / torch.maximum(given.std(), drawn.std()).clamp(min=1e-30)
+    # Five standard errors and more, whatever is drawn; a fifth more or less is no other rule in large tensors.
+    if abs(math.log(max(scale, 1e-30))) > max(0.22, 5 / math.sqrt(count)) or (
+        apart.item() > max(0.1, 6 * math.sqrt(2 / count))
+    ):
+        return scale, (given.mean() - scale * drawn.mean()).item()
+    return None
+
+
+def _repeated(given: Tensor, drawn: Tensor) -> list[float]:
+    """The values that occur more often than they would among draws."""
+    if given.is_complex():
+        return []
+    most = int(drawn.unique(return_counts=True)[1].max())
+    values, counts = given.unique(return_counts=True)
+    return [value.item() for value in values[counts >= max(3, 2 * most + 1)]]
+
+
+def _among(tensor: Tensor, constants: Iterable[complex]) -> Tensor:
+    found = torch.zeros_like(tensor, dtype=torch.bool)
+    for constant in constants:
+        found |= tensor == constant
+    return found
+
+
+def _constant(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool((tensor == tensor.flatten()[0]).all())

@@ -16,9 +16,8 @@ from torch import nn
 
 from multitudes.core.calling import Input
 from multitudes.core.copying import copied
+from multitudes.surgery.initialise import RULES
 from multitudes.surgery.observe import executed
-
-_INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
 
 
 class Inserted(nn.Sequential):
@@ -38,7 +37,7 @@ class Inserted(nn.Sequential):
 
     def __getattr__(self, name: str) -> Any:
         children = self.__dict__.get("_modules", {})
-        own = name in children or name in _INITIALISERS or name.startswith("__")
+        own = name in children or name in RULES or name.startswith("__")
         if own or "layer" not in children:
             return super().__getattr__(name)
         return getattr(children["layer"], name)
@@ -78,7 +77,7 @@ def before(
 def after(
     model: nn.Module, new: Mapping[str, nn.Module], *, name: str | None = None, example: Input | None = None
 ) -> nn.Module:
-    """As `before`, but the new layers run on the outputs of the layers.
+    """Do as `before`, but run the new layers on the outputs of the layers.
 
     >>> class Net(nn.Module):
     ...     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude, plain
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Which layers: None for a method's default, a regular expression matched against the whole qualified name, a
+"""Layers: None for a method's default, a regular expression matched against the whole qualified name, a
 list of names or dotted suffixes, or a function of `(name, module)`."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -58,43 +58,31 @@ def select(
         raise ValueError(f"model ({type(model).__name__}) has no layer that can be converted: {has}")
     if layers is None:
         return able
-    try:
-        return _chosen(model, layers, able)
-    except ValueError as error:
-        raise ValueError(str(error).replace("layers", argument, 1)) from error
-
-
-def _chosen(model: nn.Module, layers: Selector, able: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    if not (callable(layers) or isinstance(layers, Iterable)):
-        raise ValueError(f"layers must be None, a regular expression, a list of names or a function, got {layers!r}")
     if isinstance(layers, str):
-        chosen = {name: m for name, m in able.items() if _fullmatch(layers, name)}
+        try:
+            pattern = re.compile(layers)
+        except re.error as error:
+            raise ValueError(f"{argument}={layers!r} is not a regular expression: {error}") from error
+        chosen = {name: module for name, module in able.items() if pattern.fullmatch(name)}
     elif callable(layers):
-        chosen = {name: m for name, m in able.items() if _selected(layers, name, m)}
+        try:
+            chosen = {name: module for name, module in able.items() if layers(name, module)}
+        except TypeError as error:
+            raise ValueError(f"{argument} must be a function of (name, module), got one that fails: {error}") from error
+    elif isinstance(layers, Iterable):
+        chosen = _listed(model, able, list(layers), argument)
     else:
-        chosen = _listed(model, able, list(layers))
+        raise ValueError(
+            f"{argument} must be None, a regular expression, a list of names or a function, got {layers!r}"
+        )
     if not chosen:
         given = "a function" if callable(layers) else repr(layers)
-        raise ValueError(f"layers={given} selects nothing; it could select: {', '.join(able)}")
+        raise ValueError(f"{argument}={given} selects nothing; it could select: {', '.join(able)}")
     return chosen
 
 
-def _selected(layers: Callable[[str, nn.Module], bool], name: str, module: nn.Module) -> bool:
-    try:
-        return bool(layers(name, module))
-    except TypeError as error:
-        raise ValueError(f"layers must be a function of (name, module), got one that fails: {error}") from error
-
-
-def _fullmatch(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(f"layers={pattern!r} is not a regular expression: {error}") from error
-
-
-def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str]) -> dict[str, nn.Module]:
-    def named(names: Any, want: str) -> list[str]:
+def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], argument: str) -> dict[str, nn.Module]:
+    def named(names: Iterable[str], want: str) -> list[str]:
         return [name for name in names if name == want or name.endswith(f".{want}")]
 
     for want in wanted:
@@ -104,10 +92,10 @@ def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str]) -> 
         if others:
             kind = type(model.get_submodule(others[0])).__name__
             raise ValueError(
-                f"layers: layer {others[0]!r} is a {kind}, which this method cannot convert; "
+                f"{argument}: layer {others[0]!r} is a {kind}, which this method cannot convert; "
                 f"it can convert: {', '.join(able)}"
             )
-        raise ValueError(f"layers: no layer is named {want!r}; there are: {', '.join(able)}")
+        raise ValueError(f"{argument}: no layer is named {want!r}; there are: {', '.join(able)}")
     chosen = {name for want in wanted for name in named(able, want)}
     return {name: module for name, module in able.items() if name in chosen}
 
@@ -136,16 +124,15 @@ def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Mo
     `new` are the layers that take their places, where they are known.
     """
     new = new or {}
-    owners: dict[int, set[tuple[int, str]]] = {}
+    owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add((id(module), name))
+            owners.setdefault(id(parameter), []).append(name)
     for name in names:
         for parameter in model.get_submodule(name).parameters():
-            if len(owners[id(parameter)]) > 1:
-                tied = sorted(owner for _, owner in owners[id(parameter)])
-                if all(owner in new for owner in tied) and _share([new[owner] for owner in tied]):
-                    continue
+            tied = sorted(owners[id(parameter)])
+            instead = [new[owner] for owner in tied if owner in new]
+            if len(tied) > 1 and not (len(instead) == len(tied) and _share(instead)):
                 raise ValueError(
                     f"layers {' and '.join(map(repr, tied))} share a weight, so {name!r} cannot be replaced"
                 )
@@ -178,7 +165,7 @@ def plain_layer(
 
 
 Factory = Callable[[], nn.Module]
-"""What builds a network: a function without arguments, or the network's class where it needs none."""
+"""A builder of a network: a function without arguments, or the network's class where it needs none."""
 
 
 def built(model: nn.Module | Factory) -> nn.Module:

@@ -45,7 +45,7 @@ from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, i
 from multitudes.surgery.narrow_config import follow_configs, narrower_models
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import example_for, executed
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 from multitudes.surgery.watch import Along, Watch, changed, loses_the_same
 
 
@@ -88,7 +88,7 @@ def narrow(
         check_number("factor", factor, 0, high=1, above=True)
         with seeded(seed):
             return next(built_at(build, factor, 1, whole_network(build), example))
-    start = starting(model, 1, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
+    start = Start(model, 1, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
     if isinstance(model := start.given, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
     check_number("factor", factor, 0, high=1, above=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -42,32 +42,24 @@ _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 4
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
 
 
-def example_for(model: nn.Module, example: Input | None = None) -> Input:
-    """The given example, or noise of a shape that fits the network, found by trying the usual sizes."""
+def example_for(model: nn.Module, example: Input | None = None, tries: int | None = None) -> Input:
+    """The given example, or noise of a shape that fits the network, found by trying so many of the usual sizes."""
     if example is not None:
         return example
     with seeded(0):  # so that neither torch's random state nor what is drawn after depends on whether one is given
-        return _found_example(model)
+        for x in islice(_usual_inputs(model), tries):
+            with suppress(RuntimeError, ValueError, IndexError, TypeError, AssertionError), observing(model):
+                call(model, x)
+                return x
+    raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
 
 
 def cheap_example(model: nn.Module) -> Input | None:
     """Noise of the most usual size, where that fits the network, and one image or row is soon computed."""
-    with seeded(0):
-        try:
-            return _found_example(model, tries=1)
-        except ValueError:
-            return None
-
-
-def _found_example(model: nn.Module, tries: int | None = None) -> Input:
-    for x in islice(_usual_inputs(model), tries):
-        try:
-            with observing(model):
-                call(model, x)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            continue
-        return x
-    raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
+    try:
+        return example_for(model, tries=1)
+    except ValueError:
+        return None
 
 
 def _usual_inputs(model: nn.Module) -> Iterator[Input]:
@@ -115,7 +107,7 @@ def call_order(model: nn.Module, example: Input) -> list[str]:
 
 @dataclass(frozen=True)
 class Read:
-    """What a layer is called with: its inputs that have channels, of attention three, and its other arguments."""
+    """The arguments of a layer: its inputs that have channels, of attention three, and the others."""
 
     inputs: list[Tensor]
     args: tuple[Any, ...]
@@ -123,7 +115,7 @@ class Read:
 
 
 Answer = Callable[[str, nn.Module, Read, Tensor], Tensor | tuple[Any, ...]]
-"""What a layer, of some name, gives in the place of its output; of attention perhaps with its weights."""
+"""A function that gives a layer's output in its place; of attention perhaps with its weights."""
 
 
 def read_by(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
@@ -179,15 +171,16 @@ def tell_reach(
 
     Layers that a method leaves out `on_purpose` do not count for the warning.
     """
-    parameters = _share(_parameters(model, converted), _parameters(model, [""]))
+    parts = converted, on_purpose, [""]
+    reached = {"parameters": [_parameters(model, names) for names in parts]}
     counted = _multiply_adds(model, converted, on_purpose, example)
-    told = f"reaches {parameters:.0%} of the parameters"
+    if counted is not None:
+        reached["multiply-adds"] = counted
+    told = " and ".join(f"{_share(ours, whole):.0%} of the {what}" for what, (ours, _, whole) in reached.items())
     unknown = "unknown without an example" if example is None else "not counted"
     told += f" (multiply-adds are {unknown})" if counted is None else ""
-    told += "" if counted is None else f" and {_share(counted[0], counted[2]):.0%} of the multiply-adds"
-    net.notes[REACH] = told.replace("%", " %")
-    fair = _share(_parameters(model, converted), _parameters(model, [""]) - _parameters(model, on_purpose))
-    small = fair < 0.5 or (counted is not None and _share(counted[0], counted[2] - counted[1]) < 0.5)
+    net.notes[REACH] = f"reaches {told}".replace("%", " %")
+    small = any(_share(ours, whole - others) < 0.5 for ours, others, whole in reached.values())
     left = kinds_left(model, [*converted, *on_purpose])
     if warn and small and left:
         warnings.warn(
@@ -220,7 +213,7 @@ def _parameters(model: nn.Module, names: Collection[str]) -> int:
 
 def _multiply_adds(
     model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
-) -> tuple[int, int, int] | None:
+) -> list[int] | None:
     """Count those of the converted layers, of layers left out on purpose, and of all; None if no example runs."""
     if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
         return None
@@ -232,8 +225,6 @@ def _multiply_adds(
             trace = record(model, x, {*converted, *on_purpose}, tensors=False, work=True)
     except Exception:  # whatever a network may raise that cannot be run here: nothing is known then
         return None
-    ours, others = (
-        sum(call.work for call in trace.calls if any(call.module is model.get_submodule(name) for name in names))
-        for names in (converted, on_purpose)
-    )
-    return (ours, others, trace.multiply_adds) if trace.multiply_adds else None
+    owners = [{id(model.get_submodule(name)) for name in names} for names in (converted, on_purpose)]
+    counts = [sum(call.work for call in trace.calls if id(call.module) in own) for own in owners]
+    return [*counts, trace.multiply_adds] if trace.multiply_adds else None

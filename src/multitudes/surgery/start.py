@@ -1,4 +1,4 @@
-"""What a converted network starts from: its own weights, new ones, or new output layers; for all methods alike.
+"""The weights that a converted network starts from: its own, new ones, or new output layers; for all methods.
 
 | `init` | the weights |
 |---|---|
@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,84 +25,57 @@ from torch import nn
 from multitudes.core.calling import Input, initializing
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import plain
 from multitudes.core.seeding import seeded
 from multitudes.core.trace import State, torch_states
 from multitudes.surgery.heads import output_layers
-from multitudes.surgery.initialise import Judgement, judged, redraw
+from multitudes.surgery.initialise import Own, judge, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
 
-__all__ = ["INITS", "Start", "starting"]
+__all__ = ["INITS", "Start"]
 
 INITS = ("fresh", "pretrained", "heads")
 
 
-def starting(
-    model: nn.Module | Factory,
-    members: int,
-    init: str | None,
-    heads: Selector = None,
-    *,
-    example: Input | None = None,
-    seed: int | None = None,
-    nested: bool = False,
-) -> Start:
-    """Check what every method asks of its first arguments, and say what to start from.
-
-    Multitudes that only draw are converted as their network. Other multitudes are converted by few (`nested`).
-    """
-    if isinstance(model, nn.Module):
-        check_model(model, nested)
-    check_count("members", members)
-    if init is not None:
-        check_choice("init", init, INITS)
-    if heads is not None and init != "heads":
-        raise ValueError(f"heads={heads!r} needs init='heads', got init={init!r}")
-    check_seed(seed)
-    start = Start(model, init, heads, example, seed)
-    check_model(start.given, nested)
-    return start
-
-
 class Start:
-    """The network that a method converts, and the weights that what it makes of it starts from."""
+    """The network that a method converts, and the weights that what it makes of it starts from.
+
+    It checks what every method asks of its first arguments. Multitudes that only draw are converted as their network.
+    Other multitudes are converted by few (`nested`).
+    """
 
     def __init__(
         self,
         model: nn.Module | Factory,
+        members: int,
         init: str | None,
         heads: Selector = None,
+        *,
         example: Input | None = None,
         seed: int | None = None,
+        nested: bool = False,
     ) -> None:
+        check_count("members", members)
+        if init is not None:
+            check_choice("init", init, INITS)
+        if heads is not None and init != "heads":
+            raise ValueError(f"heads={heads!r} needs init='heads', got init={init!r}")
+        check_seed(seed)
         self._factory = None if isinstance(model, nn.Module) else model
-        self._seed = seed
-        self._states: list[State] = []
-        self._built: list[weakref.ref[nn.Module]] = []
+        self._seed, self._states = seed, list[State]()
+        self._own: dict[str, Own] | None = None
+        self._built = weakref.WeakSet[nn.Module]()
         self._typed = init is not None
-        self._heads: list[str] | None = None
-        self._judged: Judgement | None = None
         self._selected, self._example = heads, example
         self.mode = init or "fresh"
+        self.fresh = self.mode == "fresh"
+        """True if all weights are new."""
+        self.redraws = self.fresh and self._factory is None
+        """True if the layers' own rules draw all weights; a factory has drawn them already."""
         with self.seeded():
             self.given = built(model)
             """The network or the multitude that was given, or that the factory has built."""
-        self._unused = self._factory is not None  # what the factory has built first is the first member
-
-    @property
-    def network(self) -> nn.Module:
-        """What is converted; it is left as it was."""
-        return plain(self.given)
-
-    @property
-    def fresh(self) -> bool:
-        """Whether all weights are new."""
-        return self.mode == "fresh"
-
-    @property
-    def redraws(self) -> bool:
-        """Whether the layers' own rules draw all weights anew; a factory has drawn them already."""
-        return self.fresh and self._factory is None
+        self.network = check_model(self.given, nested)
+        """The network to convert, which stays as it was."""
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -119,17 +93,16 @@ class Start:
         """The network to make one more member of: a factory builds a new one."""
         if self._factory is None:
             return self.network
-        given = self.given if self._unused else built(self._factory)
-        self._unused = False
-        if any(other() is given for other in self._built):
+        given = built(self._factory) if self._built else self.given
+        if given in self._built:
             raise ValueError("model must build a new network whenever it is called, got the same one twice")
-        self._built.append(weakref.ref(given))
+        self._built.add(given)
         return check_model(given, nested=True)
 
     def begin(self, network: nn.Module) -> nn.Module:
         """Give a copy of the network, of whatever widths, the weights that it starts from, in place."""
         if self.redraws:
-            return redraw(network, self._judgement().own)
+            return redraw(network, self.own)
         return redraw(network, only=self.heads) if self.mode == "heads" else network
 
     def apart(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
@@ -146,7 +119,7 @@ class Start:
             yield network
 
     def same(self, ways_out: str) -> str:
-        """What is said where all members would be one network."""
+        """The text of an error: all members would be one network."""
         stays = "so all members would be the same network, and stay so, since they learn from the same batches"
         if self._factory is not None and self.mode != "heads":
             return f"model builds the same network every time, {stays}: let it draw weights, or {ways_out}"
@@ -156,56 +129,48 @@ class Start:
 
     # -- what is not drawn by a rule ---------------------------------------------------------------------
 
-    @property
+    @cached_property
     def heads(self) -> list[str]:
         """The names of the output layers, which are drawn anew."""
-        if self._heads is None:
-            self._heads = output_layers(self.network, self._selected, self._example)
-        return self._heads
+        return output_layers(self.network, self._selected, self._example)
 
-    def _judgement(self) -> Judgement:
-        if self._judged is None:
-            with initializing():
-                self._judged = judged(self.network)
-            if told := [text for text in (self._of_trained(self._judged), _of_own(self._judged)) if text]:
-                warnings.warn("; ".join(told), stacklevel=_outside())
-        return self._judged
+    @property
+    def own(self) -> dict[str, Own]:
+        """The parameters that do not start by their layers' rules, by name; a warning names them."""
+        if self._own is None:
+            self._own = self._judge()
+        return self._own
 
-    def _of_trained(self, judgement: Judgement) -> str:
-        if judgement.trained is None or self._typed:
-            return ""
-        return (
-            f"model looks trained ({judgement.trained}), and its weights were drawn anew: init='heads' keeps all but "
-            "the output layers, and init='fresh' says that new ones are meant"
-        )
+    def _judge(self) -> dict[str, Own]:
+        with initializing():
+            own, trained = judge(self.network)
+        told = []
+        if trained is not None and not self._typed:
+            told.append(
+                f"model looks trained ({trained}), and its weights were drawn anew: init='heads' keeps all but "
+                "the output layers, and init='fresh' says that new ones are meant"
+            )
+        kept, drawn = ([n for n, how in own.items() if not how.exact and how.kept is kept] for kept in (True, False))
+        parts = [f"{_listed(kept)} stayed as in model, for no layer's own rule draws them so"] if kept else []
+        if drawn:
+            parts.append(f"{_listed(drawn)} were drawn as they look in model, not by their layers' own rules")
+        if parts:
+            way_out = "pass a function that builds the network, lambda: Net(), to initialise all by its code"
+            told.append(f"{', and '.join(parts)}: {way_out}")
+        if told:
+            warnings.warn("; ".join(told), stacklevel=_outside())
+        return own
 
     def noted(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What the summary tells of layers: what the method did to them, and what did not start by their rules."""
+        """Notes for the summary, by layer: the method's own, and parameters that did not start by their rules."""
         texts = {name: [text] for name, text in (notes or {}).items()}
         if self.mode == "heads":
             for name in self.heads:
                 texts.setdefault(name, []).append("drawn anew")
-        for name, how in (self._judgement().own if self.redraws else {}).items():
+        for name, how in (self.own if self.redraws else {}).items():
             layer, _, own = name.rpartition(".")
             texts.setdefault(layer, []).append(f"{own} {'kept' if how.kept else 'drawn as it was'}: {how.reason}")
         return {name: "; ".join(each) for name, each in texts.items()}
-
-
-def _of_own(judgement: Judgement) -> str:
-    """The sentence about parameters that are not drawn by their layers' rules; constants stay what they are."""
-    told = {name: how for name, how in judgement.own.items() if not how.exact}
-    kept = [name for name, how in told.items() if how.kept]
-    drawn = [name for name in told if name not in kept]
-    parts = []
-    if kept:
-        parts.append(f"{_listed(kept)} stayed as in model, for no layer's own rule draws them so")
-    if drawn:
-        parts.append(f"{_listed(drawn)} were drawn as they look in model, not by their layers' own rules")
-    if not parts:
-        return ""
-    return (
-        f"{', and '.join(parts)}: pass a function that builds the network, lambda: Net(), to initialise all by its code"
-    )
 
 
 def _listed(names: list[str], most: int = 5) -> str:

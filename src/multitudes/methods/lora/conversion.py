@@ -23,7 +23,7 @@ from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, 
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, select, within
 from multitudes.surgery.observe import kinds_left, tell_reach
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 
 __all__ = ["ROWS", "LoraMembers", "lora"]
 
@@ -87,7 +87,7 @@ def lora(
     check_number("dropout", dropout, 0, below=1)
     if alpha is not None:
         check_number("alpha", alpha, 0, above=True)
-    start = starting(model, members, init, example=example, seed=seed)
+    start = Start(model, members, init, example=example, seed=seed)
     own = _heads(start.network, heads, example)
     chosen = _adapted(start.network, layers, own)
     _check_rank(chosen, rank)
@@ -182,7 +182,7 @@ def _of_files(
             raise ValueError(
                 f"{name}={value!r} is told by the files of adapters ({len(adapters)} members): leave it out"
             )
-    start = starting(model, len(adapters), "pretrained")
+    start = Start(model, len(adapters), "pretrained")
     read = [read_adapter(Path(folder), start.network) for folder in adapters]
     network = copied(start.network)
     heads = list(dict.fromkeys(name for adapter in read for name in adapter.heads))

@@ -57,7 +57,7 @@ from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.affine import affine_layers, maps_of
 from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import example_for, executed, tell_reach
-from multitudes.surgery.start import Start, starting
+from multitudes.surgery.start import Start
 
 PLACES = ("norm", "input", "output")
 """The words of `layers`, which may be added up."""
@@ -187,7 +187,7 @@ def family(
     >>> net.ensemble_size() == 2**6, net.overhead().added
     (True, 0)
     """
-    start = starting(model, 1, init, heads, example=example, seed=seed)
+    start = Start(model, 1, init, heads, example=example, seed=seed)
     model = start.network
     if isinstance(components, bool) or not isinstance(components, int) or components < 2:
         raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")

@@ -33,7 +33,7 @@ from multitudes.methods.variance.layers import KLS, LAYERS, VarianceLayer, check
 from multitudes.surgery.affine import affine_layers, is_computed, kind_of, maps_of
 from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import kinds_left, tell_reach
-from multitudes.surgery.start import starting
+from multitudes.surgery.start import Start
 from multitudes.training.optimizers import can_fuse
 
 # -- conversion --------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def variance(
     >>> net.eval()(torch.ones(5, 3), draws=50).shape
     torch.Size([50, 5, 2])
     """
-    start = starting(model, 1, init, heads, seed=seed)
+    start = Start(model, 1, init, heads, seed=seed)
     network = start.network
     check_options(parameterization, log_alpha, kl, nu)
     able = {name: layer for name, layer in affine_layers(network).items() if _class_for(layer) is not None}
