@@ -29,7 +29,7 @@ def chosen(net: mt.Members, x: Tensor) -> str:
 
 
 def used(net: mt.Members, x: Tensor) -> str:
-    runner = net._runner_of(x)
+    runner = net._runners.choose(net._runner, x)
     return "loop" if runner is None else runner.name
 
 
