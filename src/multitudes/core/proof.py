@@ -18,11 +18,10 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from multitudes.core.calling import Input, mapped, plain_attention, rows, tensors_in
-from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.settings import holding
-from multitudes.core.trace import Call, python_states, recording, unmoved
+from multitudes.core.trace import Call, recording, unmoved
 
 __all__ = [
     "alike",
@@ -45,18 +44,16 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     an unknown way, or control flow on values.
     """
     with (
-        unmoved(network, x),
+        unmoved(network, x) as drew,
         torch.no_grad(),
         _moved_weights(network),
         expecting(network),
         Redrawn(STILL),
         recording(network, (), looks=network.parameters()) as trace,
-        NumbersDrawn() as drawn,
     ):
-        before = python_states()
 
         def doubt() -> str:
-            if drawn.seen or any(get() != state for get, _, state in before):
+            if drew():
                 return "it draws random numbers in a way that cannot be compared"
             return "its code inspects values, so that one row may decide for another" if trace.looks else ""
 

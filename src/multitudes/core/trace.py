@@ -7,10 +7,8 @@ requests, the values that its Python code inspects, and its multiply-adds. `hook
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -24,24 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.architecture import equal
 from multitudes.core.attributes import attributes_restored, writing_modules
-from multitudes.core.calling import Input, call, evaluating, input_errors, mapped, tensors_in
+from multitudes.core.calling import Input, call, evaluating, input_errors, mapped
 from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.seeding import torch_generators
+from multitudes.core.seeding import RandomStates
 
-__all__ = [
-    "Call",
-    "Shape",
-    "Trace",
-    "Use",
-    "hooked",
-    "observing",
-    "python_states",
-    "record",
-    "recording",
-    "unmoved",
-]
+__all__ = ["Call", "Shape", "Trace", "Use", "hooked", "observing", "record", "recording", "unmoved", "unwritten"]
 
 Which = Collection[type[nn.Module] | str] | None
 """Modules of a network, by their exact classes or their names; None for all."""
@@ -131,26 +118,23 @@ class Trace:
 # -- recording ---------------------------------------------------------------------------------------------
 
 
-def record(
-    network: nn.Module, x: Input, which: Which = None, *, looks: bool = False, noise: bool = False, **options: bool
-) -> Trace:
+def record(network: nn.Module, x: Input, which: Which = None, **options: Any) -> Trace:
     """Run a network on `x` once, in evaluation with expectations and without gradients; leave it as it was.
 
-    The options are those of `recording`; `looks` follows parameters, buffers and the input.
+    The options are those of `recording`.
 
     >>> trace = record(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3), work=True)
     >>> [call.name for call in trace.calls], trace.multiply_adds
     (['', '0', '1', '2'], 100)
     """
-    trace, given = Trace(), x if noise else None
-    followed = [*network.parameters(), *network.buffers(), *tensors_in(x)] if looks else ()
+    trace = Trace()
     with (
         evaluating(network),
         unmoved(network, x, trace),
         expecting(network),
         torch.no_grad(),
         input_errors(x),
-        recording(network, which, trace, looks=followed, noise=given, **options),
+        recording(network, which, trace, **options),
     ):
         trace.output = call(network, x)
     return trace
@@ -165,7 +149,7 @@ def recording(
     tensors: bool = True,
     functions: bool | Collection[Tensor] = False,
     looks: Iterable[Tensor] = (),
-    noise: Input | None = None,
+    noise: bool = False,
     work: bool = False,
 ) -> Iterator[Trace]:
     """Record what runs inside.
@@ -181,16 +165,16 @@ def recording(
         work: count multiply-adds and the bytes of the largest tensor.
     """
     trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
-    states, torchs = [] if noise is None else python_states(), NumbersDrawn()
+    states, torchs = RandomStates(), NumbersDrawn()
+
+    def caller() -> str:
+        return trace.running[-1].name if trace.running else ""
 
     def compare_states() -> None:
-        moved = torchs.seen
-        for index, (get, put, before) in enumerate(states):
-            if (now := get()) != before:
-                moved, states[index] = True, (get, put, now)
-        if moved:
-            trace.unknown_random[trace.running[-1].name if trace.running else ""] = None
-        torchs.seen = False
+        nonlocal states
+        if noise and (torchs.seen or states.moved):
+            trace.unknown_random[caller()] = None
+            states, torchs.seen = RandomStates(), False
 
     def held(value: Any) -> Any:
         return value if tensors else mapped(Shape.of, value)
@@ -210,13 +194,13 @@ def recording(
         trace.steps.append((ended, False))
 
     def drew(function: str) -> None:
-        trace.random.setdefault(trace.running[-1].name if trace.running else "", set()).add(function)
+        trace.random.setdefault(caller(), set()).add(function)
 
     with ExitStack() as stack:
-        if noise is not None:
+        if noise:
             stack.enter_context(Redrawn(STILL, drew))
             stack.enter_context(torchs)
-        if functions is not False or looks:
+        if functions or looks:
             stack.enter_context(_Functions(trace, functions, looks))
         stack.enter_context(hooked(network, which, leave, enter, always=True))
         if work:
@@ -256,17 +240,13 @@ def hooked(
 
 def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
     """Modules with their names, each under one name only; names that are not there are left out."""
+    if which is None or not all(isinstance(each, str) for each in which):
+        named = network.named_modules(remove_duplicate=False)
+        which = [name for name, module in named if which is None or type(module) in which or name in which]
     found: dict[int, tuple[str, nn.Module]] = {}
-    if which is not None and all(isinstance(each, str) for each in which):  # without a walk through all modules
-        for name in which:
-            module: Any = network
-            for part in str(name).split(".") if name else ():
-                module = None if module is None else module._modules.get(part)
-            if module is not None:
-                found.setdefault(id(module), (str(name), module))
-        return found.values()
-    for name, module in network.named_modules(remove_duplicate=False):
-        if which is None or type(module) in which or name in which:
+    for name in map(str, which):
+        with suppress(AttributeError):
+            module = network.get_submodule(name)
             found.setdefault(id(module), (name, module))
     return found.values()
 
@@ -277,8 +257,6 @@ _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is
 
 _ASKS = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_size", "get_device"}
 _ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
-_ASKED = {"shape", "ndim", "dtype", "device", "requires_grad", "layout", "grad_fn", "grad", "names", "nbytes"}
-_ASKED |= {"itemsize", "_version"}
 
 
 class _Functions(TorchFunctionMode):
@@ -287,36 +265,30 @@ class _Functions(TorchFunctionMode):
     def __init__(self, trace: Trace, functions: bool | Collection[Tensor], looks: list[Tensor]) -> None:
         super().__init__()
         self.trace = trace
-        self.all = functions is True
-        # Tensors by their ids, and what their `.T` and `.data` are, which stay alive so that no other gets their ids.
-        self.own = {id(t): (t, t) for t in ([] if isinstance(functions, bool) else functions)}
+        self.wanted = None if functions is True else {id(tensor) for tensor in functions or ()}
+        self.origins = WeakTensorKeyDictionary()  # tensors by those that are an attribute of them: `weight.T`, `.data`
         self.known = WeakTensorKeyDictionary({tensor: True for tensor in looks})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        used = given if self.all else [self.own[id(tensor)][0] for tensor in given if id(tensor) in self.own]
         inside = tuple(self.trace.running)
-        use = Use(name, tuple(used), inside) if used and not _asks(function, name) else None
-        if use is not None:
-            self.trace.functions.append(use)  # before it runs, since it may fail
+        asks = name in _ASKS or name == "__get__" or (name.startswith("is_") and name not in _LOOKS)
+        if not asks and (used := self._used(given)):
+            self.trace.functions.append(Use(name, used, inside))  # before it runs, since it may fail
         result = function(*args, **(kwargs or {}))
-        if use is not None and name == "__get__" and not self.all and isinstance(result, Tensor):
-            self.trace.functions.remove(use)
-            self.own[id(result)] = used[0], result
+        if name == "__get__" and isinstance(result, Tensor):
+            self.origins[result] = self.origins.get(given[0], given[0])
         if len(self.known) and any(tensor in self.known for tensor in given):
             if name in _LOOKS:
                 self.trace.looks.append(Use(name, (), inside))
             self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
         return result
 
-
-def _asks(function: Any, name: str) -> bool:
-    """Return whether a function asks for shapes and settings of a tensor alone."""
-    if name == "__get__":
-        name = getattr(getattr(function, "__self__", None), "__name__", "")
-        return name in _ASKED or name.startswith("is_")
-    return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
+    def _used(self, given: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the recorded ones of the tensors that a function takes."""
+        own = [self.origins.get(tensor, tensor) for tensor in given]
+        return tuple(tensor for tensor in own if self.wanted is None or id(tensor) in self.wanted)
 
 
 # -- multiply-adds -----------------------------------------------------------------------------------------
@@ -381,14 +353,27 @@ def observing(*networks: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[None]:
-    """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written."""
+def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[Callable[[], bool]]:
+    """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written.
+
+    Yield a function that returns whether random numbers have been drawn inside.
+    """
+    states, torchs = RandomStates(x), NumbersDrawn()
+    try:
+        with unwritten(network, trace), torchs:
+            yield lambda: torchs.seen or states.moved
+    finally:
+        states.restore(torchs.seen)  # else other threads may have moved torch's
+
+
+@contextmanager
+def unwritten(network: nn.Module, trace: Trace | None = None) -> Iterator[None]:
+    """Leave buffers, attributes and modes as they were; note in a trace which of them were written."""
     trace = Trace() if trace is None else trace
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
-    states, others, torchs = torch_states(x), python_states(), NumbersDrawn()
     try:
-        with attributes_restored(writing_modules(network)) as attributes, torchs:
+        with attributes_restored(writing_modules(network)) as attributes:
             yield
     finally:
         for path, module, buffers, training in modules:
@@ -399,43 +384,11 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
             own.update(buffers)
             module.training = training
         for name, buffer, before in values:
-            if not _same(buffer, before):
+            if not buffer.is_meta and not equal(buffer, before):
                 trace.buffers.add(name)
                 buffer.copy_(before)
         trace.attributes.update(_joined(*place) for place in attributes)
-        if not trace.unknown_random and any(get() != state for get, _, state in others):
-            trace.unknown_random[""] = None
-        for _, put, state in [*(states if torchs.seen else []), *others]:  # else other threads may have moved torch's
-            put(state)
 
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or equal(one, other)
-
-
-State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
-
-
-def _of_generator(generator: torch.Generator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    def put(state: list[int]) -> None:
-        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
-
-    return lambda: generator.get_state().tolist(), put
-
-
-def torch_states(x: Any = ()) -> list[State]:
-    """Functions that get and set torch's random states, and their values, on the CPU and on the devices of `x`."""
-    return [(get, put, get()) for get, put in map(_of_generator, torch_generators(x))]
-
-
-def python_states() -> list[State]:
-    """The random states that are not torch's: Python's, and NumPy's where it is in use (see `torch_states`)."""
-    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
-    return [(get, put, get()) for get, put in ways]

@@ -19,14 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from multitudes.core.calling import Input, initializing
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import plain
-from multitudes.core.seeding import seeded
-from multitudes.core.trace import State, torch_states
+from multitudes.core.seeding import seeded, torch_states
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import Judgement, judged, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
@@ -76,7 +75,7 @@ class Start:
     ) -> None:
         self._factory = None if isinstance(model, nn.Module) else model
         self._seed = seed
-        self._states: list[State] = []
+        self._states: list[tuple[torch.Generator, Tensor]] = []
         self._built: list[weakref.ref[nn.Module]] = []
         self._typed = init is not None
         self._heads: list[str] | None = None
@@ -107,8 +106,8 @@ class Start:
     def seeded(self) -> Iterator[None]:
         """Random numbers from the seed, behind those that building the network has used."""
         with initializing(), seeded(self._seed):
-            for _, put, state in self._states:
-                put(state)
+            for generator, state in self._states:
+                generator.set_state(state)
             yield
             if self._seed is not None:
                 self._states = torch_states(tuple(self.given.parameters()))

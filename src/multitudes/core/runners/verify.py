@@ -18,7 +18,7 @@ from multitudes.core.architecture import dense
 from multitudes.core.calling import Input, use_of
 from multitudes.core.compiling import uncompiled
 from multitudes.core.proof import alike, is_half, silent_trial
-from multitudes.core.trace import Trace, unmoved
+from multitudes.core.trace import unmoved, unwritten
 
 __all__ = ["FAILURES", "Runner", "Verdicts", "difference"]
 
@@ -46,13 +46,12 @@ def difference(
     the first layer that differs; it is called where predictions differ. With `gradients=True`, where a member's
     parameters are trained, the gradients of both must agree as well.
     """
-    left = Trace()
     with silent_trial(network, x) as doubt:
-        want = _outcome(network, x, plain, buffers, left)
-        if left.unknown_random:
-            return "it draws random numbers in a way that cannot be compared"
+        want = _outcome(network, x, plain, buffers)
+        if trouble := doubt():
+            return trouble
         try:
-            got = _outcome(network, x, fast, buffers, left)
+            got = _outcome(network, x, fast, buffers)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -104,9 +103,9 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
 
 
-def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool, left: Trace) -> dict[str, Tensor]:
-    """The predictions of a run, by "", and the buffers after it, by their names; `left` notes what it leaves."""
-    with unmoved(network, x, left):
+def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
+    """The predictions of a run, by "", and the buffers after it, by their names."""
+    with unwritten(network):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
         return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
