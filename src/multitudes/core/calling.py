@@ -39,17 +39,15 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
     if torch.compiler.is_compiling():
         return False
     signature = inspect.signature(network.forward)
-    try:
-        signature.bind(**x)
-    except TypeError:
-        pass
-    else:
-        return False
-    try:
-        signature.bind(x)
-    except TypeError:
-        return False
-    return True
+
+    def fits(*args: Any, **kwargs: Any) -> bool:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    return fits(x) and not fits(**x)
 
 
 def call(network: nn.Module, x: Input) -> Tensor:

@@ -19,12 +19,12 @@ from multitudes.core.draws.frozen import find_rows
 from multitudes.core.draws.functional import keep_noise, to_be_kept
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import Multitude, plain
+from multitudes.core.proof import Verdicts, difference
 from multitudes.core.runners.loop import LoopRunner
 from multitudes.core.runners.packed import PackedRunner
 from multitudes.core.runners.selection import INDEPENDENT, Use, runner_for
 from multitudes.core.runners.size import convolves, is_small, is_watched
 from multitudes.core.runners.template import CannotStack
-from multitudes.core.runners.verify import Verdicts, difference
 from multitudes.core.runners.vmapped import VmappedRunner
 from multitudes.core.tasks import Criterion
 

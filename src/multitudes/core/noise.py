@@ -91,8 +91,6 @@ def draws_by(function: Any) -> Rule | None:
 def _dropout(
     source: Source, function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    if function is torch.dropout:
-        training = bool(training)
     if not training or p == 0:
         return NotImplemented
     if function in _CHANNELS:
@@ -166,25 +164,15 @@ def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
 # -- numbers -----------------------------------------------------------------------------------------------
 
 
-def _of_shape(kind: str) -> Rule:
-    def rule(
-        source: Source, function: Any, *size: Any, dtype: Any = None, device: Any = None, out: Any = None, **rest: Any
-    ) -> Any:
-        if out is not None:
+def _filled(kind: str, empty: Callable[..., Tensor]) -> Rule:
+    """The rule of a function that makes random numbers, by the one that takes the same arguments and makes none."""
+
+    def rule(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
             return NotImplemented
-        size = rest.get("size", size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size)
-        like = torch.empty(0, dtype=dtype, device=device)
-        numbers = getattr(source, kind)(tuple(size), like).to(like.dtype)
-        return numbers.requires_grad_() if rest.get("requires_grad") else numbers
-
-    return rule
-
-
-def _like(kind: str) -> Rule:
-    def rule(source: Source, function: Any, input: Tensor, **kwargs: Any) -> Any:
-        dtype, device = kwargs.get("dtype") or input.dtype, kwargs.get("device") or input.device
-        like = torch.empty(0, dtype=dtype, device=device)
-        return getattr(source, kind)(tuple(input.shape), like).to(dtype)
+        like = empty(*args, **kwargs)
+        numbers = getattr(source, kind)(tuple(like.shape), like).to(like.dtype)
+        return numbers.requires_grad_() if like.requires_grad else numbers
 
     return rule
 
@@ -273,10 +261,10 @@ _RULES: dict[Any, Rule] = {
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multihead,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
-    torch.rand: _of_shape("uniform"),
-    torch.randn: _of_shape("normal"),
-    torch.rand_like: _like("uniform"),
-    torch.randn_like: _like("normal"),
+    torch.rand: _filled("uniform", torch.empty),
+    torch.randn: _filled("normal", torch.empty),
+    torch.rand_like: _filled("uniform", torch.empty_like),
+    torch.randn_like: _filled("normal", torch.empty_like),
     torch.bernoulli: _bernoulli,
     torch.normal: _normal,
     torch.randint: _randint,

@@ -18,11 +18,10 @@ from multitudes.core.copying import copied, share_hooks
 from multitudes.core.draws.functional import to_be_kept
 from multitudes.core.member_layer import member_layers
 from multitudes.core.multitude import Multitude
-from multitudes.core.proof import first_difference, running_statistics, silent_trial
+from multitudes.core.proof import FAILURES, Verdicts, difference, first_difference, running_statistics, silent_trial
 from multitudes.core.runners.one_by_one import OneByOne, member_view
 from multitudes.core.runners.selection import SHARED, Use, runner_for
 from multitudes.core.runners.side_by_side import SideBySide
-from multitudes.core.runners.verify import FAILURES, Verdicts, difference
 from multitudes.core.snapshot import Versions
 from multitudes.core.tasks import Criterion
 from multitudes.core.tiling import Boundary, Run, Unseen, find_boundary, observed

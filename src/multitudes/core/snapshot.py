@@ -142,7 +142,7 @@ def _writes_itself(module: nn.Module) -> bool:
 
 
 def _deep_settings(module: nn.Module, seen: set[int]) -> Settings:
-    """Return the settings that may change in place (tensors, lists, configurations), and all those of drawing layers."""
+    """Return the settings that may change in place: tensors, lists, configurations; of drawing layers all."""
     caches = getattr(module, "found_anew", ())
     own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes what these hold
     settings: Settings = []

@@ -28,7 +28,19 @@ from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.seeding import RandomStates
 
-__all__ = ["Call", "Shape", "Trace", "Use", "hooked", "observing", "record", "recording", "unmoved", "unwritten"]
+__all__ = [
+    "Call",
+    "Shape",
+    "Trace",
+    "Use",
+    "asks",
+    "hooked",
+    "observing",
+    "record",
+    "recording",
+    "unmoved",
+    "unwritten",
+]
 
 Which = Collection[type[nn.Module] | str] | None
 """Modules of a network, by their exact classes or their names; None for all."""
@@ -71,11 +83,6 @@ class Use:
     function: str
     tensors: tuple[Tensor, ...]
     inside: tuple[Call, ...]  # the calls of modules that it was made in, outermost first
-
-    @property
-    def caller(self) -> str:
-        """The name of the module whose code called it."""
-        return self.inside[-1].name if self.inside else ""
 
 
 @dataclass(eq=False)
@@ -259,6 +266,11 @@ _ASKS = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_si
 _ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
 
 
+def asks(name: str) -> bool:
+    """Return whether a function asks for shapes and settings of a tensor alone."""
+    return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
+
+
 class _Functions(TorchFunctionMode):
     """Record torch functions, and values that Python code inspects."""
 
@@ -273,8 +285,7 @@ class _Functions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         inside = tuple(self.trace.running)
-        asks = name in _ASKS or name == "__get__" or (name.startswith("is_") and name not in _LOOKS)
-        if not asks and (used := self._used(given)):
+        if name != "__get__" and not asks(name) and (used := self._used(given)):
             self.trace.functions.append(Use(name, used, inside))  # before it runs, since it may fail
         result = function(*args, **(kwargs or {}))
         if name == "__get__" and isinstance(result, Tensor):

@@ -22,8 +22,7 @@ from multitudes.core.calling import Input, InputError, kind_of, tensors_in, use_
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
-from multitudes.core.proof import alike
-from multitudes.core.runners.verify import FAILURES
+from multitudes.core.proof import FAILURES, alike
 from multitudes.core.seeding import mixed, seeded, torch_generators
 from multitudes.core.trace import Trace, unmoved
 
