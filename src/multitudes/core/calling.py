@@ -60,29 +60,26 @@ def call(network: nn.Module, x: Input) -> Tensor:
     return answer if isinstance(answer, Tensor) and OUTPUT not in vars(network) else prediction_in(answer, network)
 
 
-def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """All parameters and all buffers, by every place that holds them, but each module under one name only.
+def placed(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors, given by one name each, by every place that holds the one they stand for, each module under one name.
 
-    These are names to give `functional_call` with `tie_weights=False`: a tensor that two modules share is put into
-    both, and a module with two names gets its tensors back after the call, which it otherwise does not.
+    These are for `functional_call` with `tie_weights=False`: a tensor that two modules share is put into both, and a
+    module with two names gets its tensors back after the call, which it otherwise does not.
     """
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: dict[str, Tensor] = {}
+    own = dict(network.named_parameters()) | dict(network.named_buffers())
+    given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    places: dict[str, Tensor] = {}
     for path, module in network.named_modules():
-        prefix = f"{path}." if path else ""
-        parameters |= {prefix + name: p for name, p in module._parameters.items() if p is not None}
-        buffers |= {prefix + name: b for name, b in module._buffers.items() if b is not None}
-    return parameters, buffers
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in given:
+                places[f"{path}.{name}" if path else name] = given[id(tensor)]
+    return places
 
 
 def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
     """Run a network with other tensors in the place of some of its own, by name, and find its prediction."""
-    own = dict(network.named_parameters()) | dict(network.named_buffers())
-    given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
-    parameters, buffers = slots(network)
-    placed = {name: given[id(t)] for name, t in (parameters | buffers).items() if id(t) in given}
     args, kwargs = split_call(network, x)
-    return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False), network)
+    return prediction_in(functional_call(network, placed(network, state), args, kwargs, tie_weights=False), network)
 
 
 OUTPUT = "multitudes_output"

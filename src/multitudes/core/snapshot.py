@@ -42,13 +42,15 @@ class Snapshot:
         self.live = [*plain, *filter(None, registries)]
         self.before = list(map(dict, self.live))
         self.tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
-        self.classes = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
+        self.names = [[name for name, tensor in held.items() if tensor is not None] for held in self.tensors if held]
+        self.types = list(map(type, modules))
+        kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
+        self.methods = [(kind, _methods(kind)) for kind in kinds]
         self.deep: dict[int, Settings] = {}
         seen: set[int] = set()  # a configuration that all modules hold is read once
         for module in modules:
             if settings := _deep_settings(module, seen):
                 self.deep[id(module)] = settings
-        self.rest = self._rest()
 
     def unchanged(self) -> bool:
         """Return whether the modules are as they were."""
@@ -56,18 +58,15 @@ class Snapshot:
             same = all(map(eq, self.live, self.before))
         except (RuntimeError, ValueError):  # a tensor among the settings is another one
             return False
-        settings = chain(*self.deep.values())
         return (
             same
             and not any(self.empty)
-            and self._rest() == self.rest
-            and all(fingerprint(held.get(key)) == before for held, key, before in settings)
+            and list(map(type, self.modules)) == self.types
+            and [[name for name, tensor in held.items() if tensor is not None] for held in self.tensors if held]
+            == self.names
+            and all(fingerprint(held.get(key)) == before for held, key, before in chain(*self.deep.values()))
+            and all(_methods(kind) == before for kind, before in self.methods)
         )
-
-    def _rest(self) -> tuple[Any, ...]:
-        """The classes of the modules, their methods, and the names of parameters and buffers that are there."""
-        names = [[name for name, tensor in held.items() if tensor is not None] for held in self.tensors if held]
-        return list(map(type, self.modules)), names, list(map(_methods, self.classes))
 
     def accept(self, modules: Sequence[nn.Module]) -> None:
         """Take the present attributes of these modules for unchanged."""

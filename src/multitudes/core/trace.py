@@ -135,14 +135,7 @@ def record(network: nn.Module, x: Input, which: Which = None, **options: Any) ->
     (['', '0', '1', '2'], 100)
     """
     trace = Trace()
-    with (
-        evaluating(network),
-        unmoved(network, x, trace),
-        expecting(network),
-        torch.no_grad(),
-        input_errors(x),
-        recording(network, which, trace, **options),
-    ):
+    with observing(network, x=x, trace=trace), input_errors(x), recording(network, which, trace, **options):
         trace.output = call(network, x)
     return trace
 
@@ -352,12 +345,12 @@ def _gives_views(packet: Any) -> bool:
 
 
 @contextmanager
-def observing(*networks: nn.Module) -> Iterator[None]:
+def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -> Iterator[None]:
     """Run networks in evaluation, with expectations instead of draws and without gradients; leave them as they were."""
     with ExitStack() as stack:
         for network in networks:
             stack.enter_context(evaluating(network))  # first, since it locks the network
-            stack.enter_context(unmoved(network, ()))
+            stack.enter_context(unmoved(network, x, trace))
             stack.enter_context(expecting(network))
         stack.enter_context(torch.no_grad())
         yield
