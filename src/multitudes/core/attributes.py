@@ -13,8 +13,7 @@ from multitudes.core.views import may_write, same
 
 __all__ = ["attributes_restored", "writing_modules"]
 
-_PASSED = frozenset([*vars(nn.Module()), *FOUND_ANEW])
-_PASSED_RECURRENT = _PASSED.union(FLAT_WEIGHTS)
+_PASSED = frozenset([*vars(nn.Module()), *FOUND_ANEW, *FLAT_WEIGHTS])
 _CONTAINERS = (list, dict, set)
 
 
@@ -30,30 +29,27 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
     A list, a dictionary or a set gets its items back as well.
     """
     modules = [(path, module, _attributes(module)) for path, module in writing]
-    contents = [
-        (path, key, value, value.copy())
+    contents = {
+        (path, key): value.copy() if type(value) in _CONTAINERS else value
         for path, _, before in modules
         for key, value in before.items()
-        if type(value) in _CONTAINERS
-    ]
+    }
     written: set[tuple[str, str]] = set()
     try:
         yield written
     finally:
         for path, module, before in modules:
             now = _attributes(module)
-            written |= {(path, key) for key in now | before if now.get(key) is not before.get(key)}
             written |= {(path, key) for key in now.keys() ^ before.keys()}
+            written |= {(path, key) for key in now.keys() & before.keys() if not same(now[key], contents[path, key])}
             for key in now.keys() - before.keys():
                 del vars(module)[key]
-            vars(module).update(before)
-        for path, key, value, items in contents:
-            if not same(value, items):
-                written.add((path, key))
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(items)
+            for key, value in before.items():
+                vars(module)[key] = value
+                if not same(value, items := contents[path, key]):
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(items)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    passed = _PASSED_RECURRENT if isinstance(module, nn.RNNBase) else _PASSED
-    return {key: value for key, value in vars(module).items() if key not in passed}
+    return {key: value for key, value in vars(module).items() if key not in _PASSED}

@@ -93,13 +93,7 @@ def _dropout(
 ) -> Any:
     if not training or p == 0:
         return NotImplemented
-    if function in _CHANNELS:
-        unbatched = _CHANNELS[function] == input.dim()
-        kept = 1 if unbatched else 2
-        shape = (*input.shape[:kept], *[1] * (input.dim() - kept))
-    else:
-        shape = tuple(input.shape)
-    mask = source.kept(shape, p, input).to(input.dtype)
+    mask = source.kept(_dropped_shape(function, input), p, input).to(input.dtype)
     return input.mul_(mask) if inplace else input * mask
 
 
@@ -110,12 +104,18 @@ def _alpha_dropout(
     if not training or p == 0:
         return NotImplemented
     lowest = -1.7580993408473766
-    channels = function is F.feature_alpha_dropout
-    shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if channels else tuple(input.shape)
-    kept = source.kept(shape, p, input) > 0
+    kept = source.kept(_dropped_shape(function, input), p, input) > 0
     scale = 1 / math.sqrt((1 - p) * (1 + p * lowest**2))
     result = torch.where(kept, input, lowest) * scale - scale * p * lowest
     return input.copy_(result) if inplace else result
+
+
+def _dropped_shape(function: Any, input: Tensor) -> tuple[int, ...]:
+    """The shape of dropout's mask, which has one number for each channel where whole channels are dropped."""
+    if function not in _CHANNELS:
+        return tuple(input.shape)
+    kept = 1 if _CHANNELS[function] == input.dim() else 2
+    return (*input.shape[:kept], *[1] * (input.dim() - kept))
 
 
 def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ def _real(input: Tensor) -> Tensor:
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
-_CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0}
+_CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0, F.feature_alpha_dropout: 0}
 """Functions that drop whole channels, and the number of dimensions of an input without a batch."""
 
 _RULES: dict[Any, Rule] = {
