@@ -111,26 +111,22 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 def alike(got: Tensor, want: Tensor) -> bool:
     """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
-    with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
-        return _alike(got, want)
-
-
-def _alike(got: Tensor, want: Tensor) -> bool:
     if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
         return False
-    if not want.numel():
-        return True
-    half, tolerance = _is_half(want), _tolerance(want)
-    got, want = (_real(values).flatten(1) for values in (got, want))
-    if not torch.equal(got.isfinite(), want.isfinite()):
-        return False
-    if half:
-        error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
-        return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
-    error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
-    values = want.nan_to_num(0, 0, 0)
-    spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
-    return bool((error <= tolerance * spread.clamp(min=1e-12)).all())
+    with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
+        if not want.numel():
+            return True
+        half, tolerance = _is_half(want), _tolerance(want)
+        got, want = (_real(values).flatten(1) for values in (got, want))
+        if not torch.equal(got.isfinite(), want.isfinite()):
+            return False
+        if half:
+            error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
+            return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
+        error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
+        values = want.nan_to_num(0, 0, 0)
+        spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
+        return bool((error <= tolerance * spread.clamp(min=1e-12)).all())
 
 
 def _real(values: Tensor) -> Tensor:

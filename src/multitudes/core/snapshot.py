@@ -21,6 +21,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 _STANDARD = frozenset(vars(nn.Module())) - {"training"} | {"draw", "expects"}
 _FIXED = (*PLAIN, torch.dtype, torch.device, torch.Size)
+_OURS = ("torch.", "builtins", "multitudes.")
 _METHODS = (FunctionType, property, staticmethod, classmethod)
 
 Settings = list[tuple[dict[str, Any], str, Any]]
@@ -44,7 +45,7 @@ class Snapshot:
         self.tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
         self.names = [[name for name, tensor in held.items() if tensor is not None] for held in self.tensors if held]
         self.types = list(map(type, modules))
-        kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
+        kinds = {kind for module in modules for kind in type(module).__mro__ if not kind.__module__.startswith(_OURS)}
         self.methods = [(kind, _methods(kind)) for kind in kinds]
         self.deep: dict[int, Settings] = {}
         seen: set[int] = set()  # a configuration that all modules hold is read once
@@ -185,10 +186,6 @@ def _numbers_of(tensor: Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written in place, or gets other numbers by `.data`."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if stackable(tensor) else 0
-
-
-def _is_foreign(kind: type) -> bool:
-    return not kind.__module__.startswith(("torch.", "builtins", "multitudes."))
 
 
 def _methods(kind: type) -> dict[str, Any]:
