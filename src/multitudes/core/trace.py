@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -227,15 +227,9 @@ def hooked(
     with ExitStack() as stack:
         for name, module in _modules(network, which):
             if enter is not None:
-                handle = module.register_forward_pre_hook(
-                    lambda m, args, kwargs, name=name: enter(name, m, args, kwargs), with_kwargs=True
-                )
-                stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
             if leave is not None:
-                handle = module.register_forward_hook(
-                    lambda m, args, output, name=name: leave(name, m, args, output), always_call=always
-                )
-                stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_hook(partial(leave, name), always_call=always))
         yield
 
 
@@ -301,7 +295,7 @@ class _Functions(TorchFunctionMode):
 
 def _recurrent(input: Tensor, *weights: Any, **kwargs: Any) -> int:
     """The operations of a recurrent layer's one kernel: two for each weight and position, biases left out."""
-    matrices = [value for value in tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])]
+    matrices = tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])
     positions = input.numel() // matrices[0].shape[-1]
     return 2 * positions * sum(matrix.numel() for matrix in matrices if matrix.dim() == 2)
 
