@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
+
+from multitudes.core.settings import holding
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of a network: one tensor, its positional arguments, or its keyword arguments."""
@@ -249,13 +251,6 @@ def versions(x: Input) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class _PlainAttention(TorchFunctionMode):
-    """Torch takes its fused attention only where no function mode is active, and modes are each thread's own."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -267,18 +262,9 @@ def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[
     """
     if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
         return nullcontext()
-    return _compiled_plain_attention() if torch.compiler.is_compiling() else _PlainAttention()
-
-
-@contextmanager
-def _compiled_plain_attention() -> Iterator[None]:
-    """The same while compiling: compilers follow the switch as they trace, and what they compile sets nothing."""
-    switches = torch.backends.mha
-    before, switches._is_fastpath_enabled = switches._is_fastpath_enabled, False
-    try:
-        yield
-    finally:
-        switches._is_fastpath_enabled = before
+    if torch.compiler.is_compiling():  # compilers follow the switch as they trace, and what they compile sets nothing
+        return holding([torch.backends.mha], "_is_fastpath_enabled", False)
+    return BaseTorchFunctionMode()  # torch takes its fused attention only where no mode is active in the thread
 
 
 def kind_of(x: Any, batch: int | None = None) -> Any:

@@ -25,9 +25,7 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
     A function that a network holds, `self.act = lambda x: self.fc(x)`, closes over the copy and not over the network.
     """
     memo = {} if memo is None else memo
-    registries = ("_parameters", "_buffers", "_modules")
-    attributes = (named for module in network.modules() for named in vars(module).items())
-    held = tree_leaves([value for name, value in attributes if name not in registries])
+    held = tree_leaves([vars(module) for module in network.modules()])
     for value in held:
         if isinstance(value, torch.Generator):
             memo.setdefault(id(value), value.clone_state())

@@ -33,16 +33,16 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
-def holding(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of all these modules has this value; after, each one's own again."""
-    before = [(module, getattr(module, name)) for module in modules]
-    for module, _ in before:
-        setattr(module, name, value)
+def holding(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of all these objects has this value; after, each one's own again."""
+    before = [(each, getattr(each, name)) for each in objects]
+    for each, _ in before:
+        setattr(each, name, value)
     try:
         yield
     finally:
-        for module, own in before:
-            setattr(module, name, own)
+        for each, own in before:
+            setattr(each, name, own)
 
 
 def computing_hooks(module: nn.Module) -> dict[str, Any]:
