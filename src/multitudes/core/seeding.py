@@ -13,7 +13,10 @@ import torch
 from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_seed
 
-__all__ = ["RandomStates", "mixed", "seeded", "torch_generators", "torch_states"]
+__all__ = ["RandomStates", "State", "mixed", "seeded", "torch_generators", "torch_states"]
+
+State = tuple[torch.Generator, torch.Tensor]
+"""One of torch's random sources, and its state at some time."""
 
 
 def mixed(seed: int, number: int) -> int:
@@ -42,7 +45,7 @@ def torch_generators(x: Any) -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
 
 
-def torch_states(x: Any = ()) -> list[tuple[torch.Generator, torch.Tensor]]:
+def torch_states(x: Any = ()) -> list[State]:
     """Return torch's own random sources with their states."""
     return [(generator, generator.get_state()) for generator in torch_generators(x)]
 

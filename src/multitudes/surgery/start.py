@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from multitudes.core.calling import Input, initializing
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.core.multitude import plain
-from multitudes.core.seeding import seeded, torch_states
+from multitudes.core.seeding import State, seeded, torch_states
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import Judgement, judged, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
@@ -75,7 +75,7 @@ class Start:
     ) -> None:
         self._factory = None if isinstance(model, nn.Module) else model
         self._seed = seed
-        self._states: list[tuple[torch.Generator, Tensor]] = []
+        self._states: list[State] = []
         self._built: list[weakref.ref[nn.Module]] = []
         self._typed = init is not None
         self._heads: list[str] | None = None
