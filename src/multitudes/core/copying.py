@@ -25,15 +25,15 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
     A function that a network holds, `self.act = lambda x: self.fc(x)`, closes over the copy and not over the network.
     """
     memo = {} if memo is None else memo
-    held = tree_leaves([vars(module) for module in network.modules()])
-    for value in held:
-        if isinstance(value, torch.Generator):
-            memo.setdefault(id(value), value.clone_state())
-        elif isinstance(value, Tensor) and _is_made(value):
-            memo.setdefault(id(value), value.data.clone())
     try:
+        held = tree_leaves([vars(module) for module in network.modules()])
+        for value in held:
+            if isinstance(value, torch.Generator):
+                memo.setdefault(id(value), value.clone_state())
+            elif isinstance(value, Tensor) and _is_made(value):
+                memo.setdefault(id(value), value.data.clone())
         twin = copy.deepcopy(network, memo)
-    except TypeError as error:  # Python's own sentence, about a lock or a file that some attribute holds
+    except (TypeError, RecursionError) as error:  # a lock or a file that some attribute holds; a list that holds itself
         raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
     for module in twin.modules() if any(isinstance(value, FunctionType) for value in held) else ():
         vars(module).update({name: _bound(value, memo) for name, value in vars(module).items()})
