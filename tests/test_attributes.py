@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.attributes import attributes_restored, writing_modules
+from multitudes.core.trace import attributes_restored, writing_modules
 
 
 class Writes(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError, call
 from multitudes.core.proof import rows_interact
-from multitudes.core.trace import Shape, Trace, hooked, observing, record, recording
+from multitudes.core.trace import Shape, Trace, Use, hooked, observing, record, recording
 from tests.of_parts import Of
 
 
@@ -156,12 +156,16 @@ def test_the_largest_tensor_is_one_that_was_made() -> None:
 # -- functions, values and random numbers ------------------------------------------------------------------
 
 
+def caller(use: Use) -> str:
+    return use.inside[-1].name if use.inside else ""
+
+
 def test_functions_are_recorded_with_the_module_that_called_them() -> None:
     inner = Of(lambda own, x: torch.tanh(x) if x.shape[0] and x.dim() > 1 and len(x) else x)
     network = Of(lambda own, x: own.inner(x).sin(), inner=inner)
     x = torch.ones(2, 3)
     uses = record(network, x, functions=True).functions
-    assert [(use.function, use.caller) for use in uses] == [("tanh", "inner"), ("sin", "")]
+    assert [(use.function, caller(use)) for use in uses] == [("tanh", "inner"), ("sin", "")]
     assert uses[0].tensors == (x,)
 
 
@@ -170,8 +174,12 @@ def test_functions_that_take_certain_tensors_are_recorded_alone() -> None:
     with recording(network, functions=[network.layer.weight]) as trace:
         network(torch.ones(2, 3))
     inner, outer = trace.functions
-    assert (inner.function, inner.caller) == ("linear", "layer")
-    assert outer.caller == "" and outer.tensors == (network.layer.weight,)  # by way of its `.T`
+    assert (inner.function, caller(inner)) == ("linear", "layer")
+    assert caller(outer) == "" and outer.tensors == (network.layer.weight,)  # by way of its `.T`
+
+
+def looked_at(network: nn.Module, x: Tensor) -> list[Use]:
+    return record(network, x, looks=[*network.parameters(), x]).looks
 
 
 @pytest.mark.parametrize(
@@ -187,12 +195,12 @@ def test_functions_that_take_certain_tensors_are_recorded_alone() -> None:
 )
 def test_a_value_that_code_inspects_is_found_with_its_module(look: Callable[[Tensor], Tensor]) -> None:
     network = Of(lambda own, x: own.layer(x), layer=nn.Sequential(nn.Linear(3, 3), Of(lambda own, x: look(x))))
-    assert {use.caller for use in record(network, torch.randn(2, 3), looks=True).looks} == {"layer.1"}
+    assert {caller(use) for use in looked_at(network, torch.randn(2, 3))} == {"layer.1"}
 
 
 def test_shapes_and_values_of_other_tensors_are_no_values() -> None:
     network = Of(lambda own, x: own.layer(x) * int(torch.arange(3).sum()) * x.shape[0], layer=nn.Linear(3, 3))
-    assert not record(network, torch.randn(2, 3), looks=True).looks
+    assert not looked_at(network, torch.randn(2, 3))
 
 
 def drawing(own: Any, x: Tensor) -> Tensor:
@@ -203,7 +211,7 @@ def test_random_numbers_are_found_with_function_and_module() -> None:
     inner = Of(lambda own, x: F.dropout(x, 0.5, own.training) + F.dropout(x, 0.0))
     network = Of(drawing, inner=inner).train()
     x = torch.ones(2, 3)
-    with recording(network, noise=x) as trace:
+    with recording(network, noise=True) as trace:
         got = network(x)
     assert trace.random == {"inner": {"dropout"}, "": {"rand"}} and not trace.unknown_random
     assert torch.equal(got, 2 * x + 0.5)  # nothing is dropped, and the middle of [0, 1)
@@ -257,7 +265,7 @@ def test_nothing_is_left_of_a_run_even_if_it_fails(fails: bool) -> None:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     trace = Trace()
     try:
-        trace = record(network, torch.ones(4, 3), functions=True, looks=True, noise=True, work=True)
+        trace = record(network, torch.ones(4, 3), functions=True, looks=network.parameters(), noise=True, work=True)
     except InputError as error:
         assert fails and "half way" in str(error)
     else:

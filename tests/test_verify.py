@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import use_of
-from multitudes.core.runners.verify import Verdicts, difference
+from multitudes.core.proof import Verdicts, difference
 
 
 def _network() -> nn.Sequential:

@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
+
+from multitudes.core.settings import holding
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of a network: one tensor, its positional arguments, or its keyword arguments."""
@@ -39,17 +41,15 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
     if torch.compiler.is_compiling():
         return False
     signature = inspect.signature(network.forward)
-    try:
-        signature.bind(**x)
-    except TypeError:
-        pass
-    else:
-        return False
-    try:
-        signature.bind(x)
-    except TypeError:
-        return False
-    return True
+
+    def fits(*args: Any, **kwargs: Any) -> bool:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    return fits(x) and not fits(**x)
 
 
 def call(network: nn.Module, x: Input) -> Tensor:
@@ -62,29 +62,26 @@ def call(network: nn.Module, x: Input) -> Tensor:
     return answer if isinstance(answer, Tensor) and OUTPUT not in vars(network) else prediction_in(answer, network)
 
 
-def slots(network: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """All parameters and all buffers, by every place that holds them, but each module under one name only.
+def placed(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors, given by one name each, by every place that holds the one they stand for, each module under one name.
 
-    These are names to give `functional_call` with `tie_weights=False`: a tensor that two modules share is put into
-    both, and a module with two names gets its tensors back after the call, which it otherwise does not.
+    These are for `functional_call` with `tie_weights=False`: a tensor that two modules share is put into both, and a
+    module with two names gets its tensors back after the call, which it otherwise does not.
     """
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: dict[str, Tensor] = {}
+    own = dict(network.named_parameters()) | dict(network.named_buffers())
+    given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    places: dict[str, Tensor] = {}
     for path, module in network.named_modules():
-        prefix = f"{path}." if path else ""
-        parameters |= {prefix + name: p for name, p in module._parameters.items() if p is not None}
-        buffers |= {prefix + name: b for name, b in module._buffers.items() if b is not None}
-    return parameters, buffers
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in given:
+                places[f"{path}.{name}" if path else name] = given[id(tensor)]
+    return places
 
 
 def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
     """Run a network with other tensors in the place of some of its own, by name, and find its prediction."""
-    own = dict(network.named_parameters()) | dict(network.named_buffers())
-    given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
-    parameters, buffers = slots(network)
-    placed = {name: given[id(t)] for name, t in (parameters | buffers).items() if id(t) in given}
     args, kwargs = split_call(network, x)
-    return prediction_in(functional_call(network, placed, args, kwargs, tie_weights=False), network)
+    return prediction_in(functional_call(network, placed(network, state), args, kwargs, tie_weights=False), network)
 
 
 OUTPUT = "multitudes_output"
@@ -254,13 +251,6 @@ def versions(x: Input) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class _PlainAttention(TorchFunctionMode):
-    """Torch takes its fused attention only where no function mode is active, and modes are each thread's own."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -272,18 +262,9 @@ def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[
     """
     if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
         return nullcontext()
-    return _compiled_plain_attention() if torch.compiler.is_compiling() else _PlainAttention()
-
-
-@contextmanager
-def _compiled_plain_attention() -> Iterator[None]:
-    """The same while compiling: compilers follow the switch as they trace, and what they compile sets nothing."""
-    switches = torch.backends.mha
-    before, switches._is_fastpath_enabled = switches._is_fastpath_enabled, False
-    try:
-        yield
-    finally:
-        switches._is_fastpath_enabled = before
+    if torch.compiler.is_compiling():  # compilers follow the switch as they trace, and what they compile sets nothing
+        return holding([torch.backends.mha], "_is_fastpath_enabled", False)
+    return BaseTorchFunctionMode()  # torch takes its fused attention only where no mode is active in the thread
 
 
 def kind_of(x: Any, batch: int | None = None) -> Any:

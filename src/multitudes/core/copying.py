@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Sharing", "copied", "held_by", "share_hooks", "share_registries"]
+__all__ = ["Sharing", "copied", "share_hooks", "share_registries"]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -24,35 +25,26 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
     A function that a network holds, `self.act = lambda x: self.fc(x)`, closes over the copy and not over the network.
     """
     memo = {} if memo is None else memo
-    for value in (held for module in network.modules() for held in held_by(module)):
-        if isinstance(value, torch.Generator):
-            memo.setdefault(id(value), value.clone_state())
-        elif _is_made(value):
-            memo.setdefault(id(value), value.data.clone())
     try:
+        held = tree_leaves([vars(module) for module in network.modules()])
+        for value in held:
+            if isinstance(value, torch.Generator):
+                memo.setdefault(id(value), value.clone_state())
+            elif isinstance(value, Tensor) and _is_made(value):
+                memo.setdefault(id(value), value.data.clone())
         twin = copy.deepcopy(network, memo)
-    except TypeError as error:  # Python's own sentence, about a lock or a file that some attribute holds
+    except (TypeError, RecursionError) as error:  # a lock or a file that some attribute holds; a list that holds itself
         raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
-    for module in twin.modules():
-        for name, value in vars(module).items():
-            if (bound := _bound(value, memo)) is not value:
-                vars(module)[name] = bound
+    for module in twin.modules() if any(isinstance(value, FunctionType) for value in held) else ():
+        vars(module).update({name: _bound(value, memo) for name, value in vars(module).items()})
     return twin
 
 
-def _bound(value: Any, memo: dict[int, Any], depth: int = 3) -> Any:
+def _bound(value: Any, memo: dict[int, Any]) -> Any:
     """Bind functions, in containers too, to the copies of what they close over."""
-    if isinstance(value, FunctionType):
-        return _bound_function(value, memo)
-    if not depth or not isinstance(value, (list, tuple, dict)):
-        return value
-    items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-    changed = {key: new for key, held in items.items() if (new := _bound(held, memo, depth - 1)) is not held}
-    if isinstance(value, tuple):
-        return tuple((items | changed).values()) if changed and type(value) is tuple else value
-    for key, new in changed.items():
-        value[key] = new
-    return value
+    leaves, spec = tree_flatten(value)
+    bound = [_bound_function(leaf, memo) if isinstance(leaf, FunctionType) else leaf for leaf in leaves]
+    return value if all(map(is_, bound, leaves)) else tree_unflatten(bound, spec)
 
 
 def _bound_function(function: FunctionType, memo: dict[int, Any], depth: int = 3) -> FunctionType:
@@ -84,24 +76,6 @@ def _is_made(tensor: Tensor) -> bool:
         return not tensor.is_leaf
     except RuntimeError:  # it is one of several views of what was changed since, as a recurrent layer's flat weights
         return True
-
-
-def held_by(module: nn.Module) -> Iterator[Any]:
-    """The tensors and generators that a module holds as plain attributes, in lists, tuples and dicts too."""
-    for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            yield from _inside(value)
-
-
-def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
-    if isinstance(value, (Tensor, torch.Generator)):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for held in value:
-            yield from _inside(held, depth - 1)
-    elif depth and isinstance(value, dict):
-        for held in value.values():
-            yield from _inside(held, depth - 1)
 
 
 def share_hooks(module: nn.Module, other: nn.Module) -> None:

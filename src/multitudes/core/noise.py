@@ -91,17 +91,9 @@ def draws_by(function: Any) -> Rule | None:
 def _dropout(
     source: Source, function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    if function is torch.dropout:
-        training = bool(training)
     if not training or p == 0:
         return NotImplemented
-    if function in _CHANNELS:
-        unbatched = _CHANNELS[function] == input.dim()
-        kept = 1 if unbatched else 2
-        shape = (*input.shape[:kept], *[1] * (input.dim() - kept))
-    else:
-        shape = tuple(input.shape)
-    mask = source.kept(shape, p, input).to(input.dtype)
+    mask = source.kept(_dropped_shape(function, input), p, input).to(input.dtype)
     return input.mul_(mask) if inplace else input * mask
 
 
@@ -112,12 +104,18 @@ def _alpha_dropout(
     if not training or p == 0:
         return NotImplemented
     lowest = -1.7580993408473766
-    channels = function is F.feature_alpha_dropout
-    shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if channels else tuple(input.shape)
-    kept = source.kept(shape, p, input) > 0
+    kept = source.kept(_dropped_shape(function, input), p, input) > 0
     scale = 1 / math.sqrt((1 - p) * (1 + p * lowest**2))
     result = torch.where(kept, input, lowest) * scale - scale * p * lowest
     return input.copy_(result) if inplace else result
+
+
+def _dropped_shape(function: Any, input: Tensor) -> tuple[int, ...]:
+    """The shape of dropout's mask, which has one number for each channel where whole channels are dropped."""
+    if function not in _CHANNELS:
+        return tuple(input.shape)
+    kept = 1 if _CHANNELS[function] == input.dim() else 2
+    return (*input.shape[:kept], *[1] * (input.dim() - kept))
 
 
 def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,25 +164,15 @@ def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
 # -- numbers -----------------------------------------------------------------------------------------------
 
 
-def _of_shape(kind: str) -> Rule:
-    def rule(
-        source: Source, function: Any, *size: Any, dtype: Any = None, device: Any = None, out: Any = None, **rest: Any
-    ) -> Any:
-        if out is not None:
+def _filled(kind: str, empty: Callable[..., Tensor]) -> Rule:
+    """The rule of a function that makes random numbers, by the one that takes the same arguments and makes none."""
+
+    def rule(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
             return NotImplemented
-        size = rest.get("size", size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size)
-        like = torch.empty(0, dtype=dtype, device=device)
-        numbers = getattr(source, kind)(tuple(size), like).to(like.dtype)
-        return numbers.requires_grad_() if rest.get("requires_grad") else numbers
-
-    return rule
-
-
-def _like(kind: str) -> Rule:
-    def rule(source: Source, function: Any, input: Tensor, **kwargs: Any) -> Any:
-        dtype, device = kwargs.get("dtype") or input.dtype, kwargs.get("device") or input.device
-        like = torch.empty(0, dtype=dtype, device=device)
-        return getattr(source, kind)(tuple(input.shape), like).to(dtype)
+        like = empty(*args, **kwargs)
+        numbers = getattr(source, kind)(tuple(like.shape), like).to(like.dtype)
+        return numbers.requires_grad_() if like.requires_grad else numbers
 
     return rule
 
@@ -264,7 +252,7 @@ def _real(input: Tensor) -> Tensor:
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
-_CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0}
+_CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0, F.feature_alpha_dropout: 0}
 """Functions that drop whole channels, and the number of dimensions of an input without a batch."""
 
 _RULES: dict[Any, Rule] = {
@@ -273,10 +261,10 @@ _RULES: dict[Any, Rule] = {
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multihead,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
-    torch.rand: _of_shape("uniform"),
-    torch.randn: _of_shape("normal"),
-    torch.rand_like: _like("uniform"),
-    torch.randn_like: _like("normal"),
+    torch.rand: _filled("uniform", torch.empty),
+    torch.randn: _filled("normal", torch.empty),
+    torch.rand_like: _filled("uniform", torch.empty_like),
+    torch.randn_like: _filled("normal", torch.empty_like),
     torch.bernoulli: _bernoulli,
     torch.normal: _normal,
     torch.randint: _randint,

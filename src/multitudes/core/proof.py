@@ -3,12 +3,16 @@
 Members may lie side by side in one batch, draws run under `torch.vmap`, layers be packed: all of that is right for most
 networks, and silently wrong for some. So the first input of each kind goes both ways, in the mode in which it is used.
 The comparison is made without noise and with moved weights, since a gate that starts at zero hides what is behind it;
-it leaves no trace in buffers, attributes or random states.
+it leaves no trace in buffers, attributes or random states. `Verdicts` caches the result for each runner, mode and kind
+of input:
+
+    reason = verdicts.reason("packed", network, x, lambda: difference(network, x, packed, loop, buffers=True))
+    predictions = loop(x) if reason else packed(x)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,21 +21,30 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from multitudes.core.calling import Input, mapped, plain_attention, rows, tensors_in
-from multitudes.core.dispatching import NumbersDrawn
+from multitudes.core.architecture import dense
+from multitudes.core.calling import Input, mapped, plain_attention, rows, tensors_in, use_of
+from multitudes.core.compiling import uncompiled
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.settings import holding
-from multitudes.core.trace import Call, python_states, recording, unmoved
+from multitudes.core.trace import Call, recording, unmoved, unwritten
 
 __all__ = [
+    "FAILURES",
+    "Verdicts",
     "alike",
+    "difference",
     "first_difference",
-    "is_half",
     "rows_interact",
     "running_statistics",
     "silent_trial",
 ]
+
+Runner = Callable[[Any], Tensor]
+"""A way to run a network: an input to predictions `[S, B, ...]`."""
+
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""Errors of a fast runner that count as a difference; too little memory does not."""
 
 
 # -- nothing is left of a trial ----------------------------------------------------------------------------
@@ -45,18 +58,16 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     an unknown way, or control flow on values.
     """
     with (
-        unmoved(network, x),
+        unmoved(network, x) as drew,
         torch.no_grad(),
         _moved_weights(network),
         expecting(network),
         Redrawn(STILL),
         recording(network, (), looks=network.parameters()) as trace,
-        NumbersDrawn() as drawn,
     ):
-        before = python_states()
 
         def doubt() -> str:
-            if drawn.seen or any(get() != state for get, _, state in before):
+            if drew():
                 return "it draws random numbers in a way that cannot be compared"
             return "its code inspects values, so that one row may decide for another" if trace.looks else ""
 
@@ -100,26 +111,124 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 def alike(got: Tensor, want: Tensor) -> bool:
     """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
+    if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
+        return False
     with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
-        return _alike(got, want)
+        if not want.numel():
+            return True
+        half, tolerance = _is_half(want), _tolerance(want)
+        got, want = (_real(values).flatten(1) for values in (got, want))
+        if not torch.equal(got.isfinite(), want.isfinite()):
+            return False
+        if half:
+            error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
+            return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
+        error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
+        values = want.nan_to_num(0, 0, 0)
+        spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
+        return bool((error <= tolerance * spread.clamp(min=1e-12)).all())
 
 
-def _alike(got: Tensor, want: Tensor) -> bool:
-    if got.shape != want.shape or (got.dtype != want.dtype and not is_half(want)):
-        return False
-    if not want.numel():
-        return True
-    half, tolerance = is_half(want), _tolerance(want)
-    got, want = (_real(values).flatten(1) for values in (got, want))
-    if not torch.equal(got.isfinite(), want.isfinite()):
-        return False
-    if half:
-        error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
-        return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
-    error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
-    values = want.nan_to_num(0, 0, 0)
-    spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
-    return bool((error <= tolerance * spread.clamp(min=1e-12)).all())
+def _real(values: Tensor) -> Tensor:
+    values = values.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return (values if values.dtype == torch.float64 else values.float()).reshape(len(values), -1)
+
+
+def _is_half(values: Tensor) -> bool:
+    """Return whether values are computed with half the bits, by dtype or autocast."""
+    return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
+
+
+def _tolerance(values: Tensor) -> float:
+    if values.is_cuda:  # TensorFloat-32
+        return 0.02
+    return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-3
+
+
+# -- runners ---------------------------------------------------------------------------------------------
+
+
+def difference(
+    network: nn.Module,
+    x: Input,
+    fast: Runner,
+    plain: Runner,
+    *,
+    buffers: bool = False,
+    gradients: bool = False,
+    layer: Callable[[], str] | None = None,
+) -> str:
+    """Return how `fast` differs from `plain` on an input, in words; an empty string where they agree.
+
+    Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states
+    as they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of
+    the first layer that differs; it is called where predictions differ. With `gradients=True`, where a member's
+    parameters are trained, the gradients of both must agree as well.
+    """
+    with silent_trial(network, x) as doubt:
+        want = _outcome(network, x, plain, buffers)
+        if trouble := doubt():
+            return trouble
+        try:
+            got = _outcome(network, x, fast, buffers)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            return f"it fails: {(str(error) or type(error).__name__).splitlines()[0]}"
+        if trouble := doubt():
+            return trouble
+        if not alike(got.pop(""), want.pop("")):
+            place = layer() if layer is not None else ""
+            return f"{place} gives other values" if place else "it gives other predictions"
+        wrong = [name for name in want if name not in got or not alike(got[name][None], want[name][None])]
+        if wrong:
+            return f"buffer {wrong[0]!r} gets other values"
+        return _difference_of_gradients(network, x, fast, plain) if gradients else ""
+
+
+def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: Runner) -> str:
+    """Return which parameter's gradient differs; it is that of a random mixture of the predictions."""
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    if not trained:
+        return ""
+
+    def of(runner: Runner) -> list[Tensor | None]:
+        with unmoved(network, x), torch.enable_grad():
+            predictions = runner(x)
+            if not predictions.requires_grad:
+                return [None] * len(trained)
+            weights = torch.linspace(0.5, 1.5, predictions.numel(), device=predictions.device).view_as(predictions)
+            real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
+            return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
+
+    try:
+        want, got = of(plain), of(fast)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        return f"its gradients cannot be compared: {(str(error) or type(error).__name__).splitlines()[0]}"
+    half = any(_is_half(one) for one in want if one is not None)
+    steepest = max((_largest(one) for one in want if one is not None), default=0.0)
+    for name, one, other in zip(trained, got, want, strict=True):
+        one, other = (torch.zeros_like(trained[name]) if each is None else each for each in (one, other))
+        same = torch.equal(one.isfinite(), other.isfinite())
+        if not same or _largest(one - other) > (0.1 if half else 1e-2) * steepest:
+            return f"the gradient of {name!r} gets other values"
+    return ""
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest absolute value among the finite ones."""
+    return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
+
+
+def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
+    """The predictions of a run, by "", and the buffers after it, by their names."""
+    with unwritten(network):
+        predictions = runner(x)
+        kept = network.named_buffers() if buffers else ()
+        return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
 
 
 def first_difference(
@@ -145,6 +254,38 @@ def first_difference(
     return ""
 
 
+class Verdicts:
+    """A cache of how runners differ from the plain one, by runner and use (`use_of`).
+
+    While a graph is compiled nothing can be compared: the last verdict in the same mode counts.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[tuple[Hashable, tuple[bool, Hashable]], str] = {}
+        self.in_mode: dict[tuple[Hashable, bool], str] = {}
+
+    def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str]) -> str:
+        """Return the cached verdict, or that of `find`; an empty string says that the runner may be used."""
+        mode = runner, network.training
+        if torch.compiler.is_compiling():
+            return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find)
+        key = runner, use_of(network, x)
+        return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find)
+
+    def forget(self, runner: Hashable, training: bool) -> None:
+        """Forget the verdicts of a runner in a mode."""
+        self.reasons = {key: r for key, r in self.reasons.items() if key[0] != runner or key[1][0] != training}
+        self.in_mode.pop((runner, training), None)
+
+    @uncompiled
+    def _find(self, mode: tuple[Hashable, bool], network: nn.Module, x: Input, find: Callable[[], str]) -> str:
+        reason = self.reasons[mode[0], use_of(network, x)] = self.in_mode[mode] = find()
+        return reason
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+
 def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Input) -> str:
     """Return how the prediction for one input depends on the other inputs of a batch; nothing where it does not.
 
@@ -161,7 +302,7 @@ def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Inp
             some = predict(rows(x, order))
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except FAILURES as error:
             return f"the network fails for fewer rows ({str(error).splitlines()[0]})"
         if reason := doubt():
             return reason
@@ -176,20 +317,3 @@ def _with_another(x: Tensor) -> Tensor:
         return x
     other = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x) if x.is_floating_point() else x
     return torch.cat([x, other])
-
-
-def _real(values: Tensor) -> Tensor:
-    values = values.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return (values if values.dtype == torch.float64 else values.float()).reshape(len(values), -1)
-
-
-def is_half(values: Tensor) -> bool:
-    """Return whether values are computed with half the bits, by dtype or autocast."""
-    return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
-
-
-def _tolerance(values: Tensor) -> float:
-    if values.is_cuda:  # TensorFloat-32
-        return 0.02
-    return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,10 @@ import torch
 from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_seed
 
-__all__ = ["mixed", "seeded", "torch_generators"]
+__all__ = ["RandomStates", "State", "mixed", "seeded", "torch_generators", "torch_states"]
+
+State = tuple[torch.Generator, torch.Tensor]
+"""One of torch's random sources, and its state at some time."""
 
 
 def mixed(seed: int, number: int) -> int:
@@ -38,3 +43,36 @@ def torch_generators(x: Any) -> list[torch.Generator]:
     """Return torch's own random sources, of the CPU and of the devices of an input."""
     devices = {tensor.device.index for tensor in tensors_in(x) if tensor.is_cuda}
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+
+
+def torch_states(x: Any = ()) -> list[State]:
+    """Return torch's own random sources with their states."""
+    return [(generator, generator.get_state()) for generator in torch_generators(x)]
+
+
+class RandomStates:
+    """The present random states: torch's, on the CPU and on the devices of `x`, Python's, and NumPy's if in use."""
+
+    def __init__(self, x: Any = ()) -> None:
+        self.torchs = torch_states(x)
+        self.python = random.getstate()
+        self.numpy = _numpy_state()
+
+    @property
+    def moved(self) -> bool:
+        """Whether Python's or NumPy's state has moved; torch's may be moved by other threads (see `NumbersDrawn`)."""
+        return random.getstate() != self.python or self.numpy not in (None, _numpy_state())
+
+    def restore(self, torchs: bool) -> None:
+        """Put back Python's and NumPy's states, and torch's where `torchs` is true."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for generator, state in self.torchs if torchs else ():
+            generator.set_state(state)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    state = () if numpy is None else numpy.random.get_state()
+    return [value.tolist() if hasattr(value, "tolist") else value for value in state] or None

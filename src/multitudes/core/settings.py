@@ -18,9 +18,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["FLAT_WEIGHTS", "FOUND_ANEW", "computing_hooks", "described", "fingerprint", "holding"]
+__all__ = ["DEPTH", "FLAT_WEIGHTS", "FOUND_ANEW", "PLAIN", "computing_hooks", "described", "holding"]
 
-_DEPTH = 4
+DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
 
 FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
@@ -29,20 +29,20 @@ FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weigh
 FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """A recurrent layer's list of its parameters, which it makes anew by itself where these are others."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
-def holding(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of all these modules has this value; after, each one's own again."""
-    before = [(module, getattr(module, name)) for module in modules]
-    for module, _ in before:
-        setattr(module, name, value)
+def holding(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of all these objects has this value; after, each one's own again."""
+    before = [(each, getattr(each, name)) for each in objects]
+    for each, _ in before:
+        setattr(each, name, value)
     try:
         yield
     finally:
-        for module, own in before:
-            setattr(module, name, own)
+        for each, own in before:
+            setattr(each, name, own)
 
 
 def computing_hooks(module: nn.Module) -> dict[str, Any]:
@@ -55,26 +55,7 @@ def computing_hooks(module: nn.Module) -> dict[str, Any]:
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
 
 
-def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
-    """Plain values as they are, what holds others by what it holds, and everything else by its identity.
-
-    An array goes by its numbers as well, which may change in place.
-    """
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value)
-    if hasattr(value, "tobytes") and hasattr(value, "shape") and not isinstance(value, type):
-        return id(value), hash(value.tobytes())
-    if depth and isinstance(value, Mapping):
-        return type(value), [(str(key), fingerprint(held, depth - 1)) for key, held in value.items()]
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), [fingerprint(held, depth - 1) for held in value]
-    if depth and not callable(value) and not isinstance(value, Tensor):  # classes and modules are callable
-        held = getattr(value, "__dict__", {})
-        return id(value), [(key, fingerprint(inner, depth - 1)) for key, inner in held.items()]
-    return id(value)
-
-
-def described(value: Any, depth: int = _DEPTH) -> str:
+def described(value: Any, depth: int = DEPTH) -> str:
     """A setting in words that are the same for two objects that hold the same.
 
     Functions go by their names, those without one of their own by a digest of their code as well; objects by their
@@ -84,7 +65,7 @@ def described(value: Any, depth: int = _DEPTH) -> str:
     >>> described([1, {"gain": 2.0}]), described(len)
     ("[1, {'gain': 2.0}]", 'builtins.len')
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, partial):
         return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"

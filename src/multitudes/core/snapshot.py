@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import eq
 from types import FunctionType
@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.architecture import stackable
-from multitudes.core.copying import held_by
 from multitudes.core.draws.stochastic import Stochastic, attached
-from multitudes.core.settings import fingerprint
+from multitudes.core.settings import DEPTH, PLAIN
 
 __all__ = ["Snapshot", "Versions", "hooked_module"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _STANDARD = frozenset(vars(nn.Module())) - {"training"} | {"draw", "expects"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size)
+_FIXED = (*PLAIN, torch.dtype, torch.device, torch.Size)
+_OURS = ("torch.", "builtins", "multitudes.")
 _METHODS = (FunctionType, property, staticmethod, classmethod)
+
+Settings = list[tuple[dict[str, Any], str, Any]]
+"""Settings that may change in place: the attributes that hold each, its name, and its fingerprint."""
 
 
 class Snapshot:
@@ -34,26 +37,21 @@ class Snapshot:
 
     def __init__(self, modules: Sequence[nn.Module], hooks: Sequence[str] = _HOOKS) -> None:
         self.modules = modules
-        self.types = list(map(type, modules))
         registries = [getattr(module, registry) for module in modules for registry in (*hooks, "_modules")]
+        self.empty = [registry for registry in registries if not registry]
         plain = [vars(module) for module in modules if not _writes_itself(module)]
         self.live = [*plain, *filter(None, registries)]
         self.before = list(map(dict, self.live))
-        tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
-        self.tensors = list(filter(None, tensors))
-        self.names = list(map(set, self.tensors))
-        self.absent = [value is None for registry in self.tensors for value in registry.values()]
-        self.empty = [registry for registry in (*registries, *tensors) if not registry]
-        self.deep: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}
+        self.tensors = [getattr(module, registry) for module in modules for registry in ("_parameters", "_buffers")]
+        self.names = [[name for name, tensor in held.items() if tensor is not None] for held in self.tensors if held]
+        self.types = list(map(type, modules))
+        kinds = {kind for module in modules for kind in type(module).__mro__ if not kind.__module__.startswith(_OURS)}
+        self.methods = [(kind, _methods(kind)) for kind in kinds]
+        self.deep: dict[int, Settings] = {}
         seen: set[int] = set()  # a configuration that all modules hold is read once
         for module in modules:
-            if settings := list(_deep_settings(module, seen)):
+            if settings := _deep_settings(module, seen):
                 self.deep[id(module)] = settings
-        own = {id(tensor) for registry in self.tensors for tensor in registry.values()}
-        held = [tensor for module in modules for tensor in held_by(module) if isinstance(tensor, Tensor)]
-        self.constants = [(tensor, _numbers_of(tensor)) for tensor in held if id(tensor) not in own]
-        kinds = {kind for module in modules for kind in type(module).__mro__ if _is_foreign(kind)}
-        self.methods = [(kind, _methods(kind)) for kind in kinds]
 
     def unchanged(self) -> bool:
         """Return whether the modules are as they were."""
@@ -65,9 +63,8 @@ class Snapshot:
             same
             and not any(self.empty)
             and list(map(type, self.modules)) == self.types
-            and list(map(dict.keys, self.tensors)) == self.names
-            and [value is None for registry in self.tensors for value in registry.values()] == self.absent
-            and all(_numbers_of(tensor) == before for tensor, before in self.constants)
+            and [[name for name, tensor in held.items() if tensor is not None] for held in self.tensors if held]
+            == self.names
             and all(fingerprint(held.get(key)) == before for held, key, before in chain(*self.deep.values()))
             and all(_methods(kind) == before for kind, before in self.methods)
         )
@@ -78,7 +75,7 @@ class Snapshot:
         for index, held in enumerate(self.live):
             if (module := written.get(id(held))) is not None:
                 self.before[index] = dict(held)
-                self.deep[id(module)] = list(_deep_settings(module, set()))
+                self.deep[id(module)] = _deep_settings(module, set())
 
 
 class Versions:
@@ -143,26 +140,51 @@ def _writes_itself(module: nn.Module) -> bool:
     return isinstance(module, Stochastic) or hasattr(type(module), "found_anew")
 
 
+def _deep_settings(module: nn.Module, seen: set[int]) -> Settings:
+    """Return the settings that may change in place: tensors, lists, configurations; of drawing layers all."""
+    caches = getattr(module, "found_anew", ())
+    own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes what these hold
+    settings: Settings = []
+    for key, value in vars(module).items():
+        if key in _STANDARD or key in caches or isinstance(value, nn.Module):
+            continue
+        fixed = _is_fixed(value) or id(value) in seen or (own and not isinstance(value, Tensor))
+        if _writes_itself(module) or not fixed:
+            seen.add(id(value))
+            settings.append((vars(module), key, fingerprint(value)))
+    return settings
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value cannot change in place."""
+    return isinstance(value, _FIXED) or (type(value) is tuple and all(map(_is_fixed, value)))
+
+
+def fingerprint(value: Any, depth: int = DEPTH) -> Any:
+    """Plain values as they are, what holds others by what it holds, and everything else by its identity.
+
+    Arrays, and tensors that are no parameters, go by their numbers as well, which may change in place.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), repr(value)
+    if isinstance(value, Tensor):
+        return id(value) if isinstance(value, nn.Parameter) else (id(value), *_numbers_of(value))
+    if hasattr(value, "tobytes") and hasattr(value, "shape") and not isinstance(value, type):
+        return id(value), hash(value.tobytes())
+    if depth and isinstance(value, Mapping):
+        return type(value), [(str(key), fingerprint(held, depth - 1)) for key, held in value.items()]
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), [fingerprint(held, depth - 1) for held in value]
+    if depth and not callable(value):  # classes and modules are callable
+        held = getattr(value, "__dict__", {})
+        return id(value), [(key, fingerprint(inner, depth - 1)) for key, inner in held.items()]
+    return id(value)
+
+
 def _numbers_of(tensor: Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written in place, or gets other numbers by `.data`."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if stackable(tensor) else 0
-
-
-def _deep_settings(module: nn.Module, seen: set[int]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the settings that may change in place (lists, configurations), and all those of drawing layers."""
-    caches = getattr(module, "found_anew", ())
-    own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes what these hold
-    for key, value in vars(module).items():
-        if key in _STANDARD or key in caches or isinstance(value, (Tensor, nn.Module)):
-            continue
-        if _writes_itself(module) or not (own or isinstance(value, _PLAIN) or id(value) in seen):
-            seen.add(id(value))
-            yield vars(module), key, fingerprint(value)
-
-
-def _is_foreign(kind: type) -> bool:
-    return not kind.__module__.startswith(("torch.", "builtins", "multitudes."))
 
 
 def _methods(kind: type) -> dict[str, Any]:

@@ -7,12 +7,10 @@ requests, the values that its Python code inspects, and its multiply-adds. `hook
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,24 +21,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.core.architecture import equal
-from multitudes.core.attributes import attributes_restored, writing_modules
-from multitudes.core.calling import Input, call, evaluating, input_errors, mapped, tensors_in
+from multitudes.core.calling import Input, call, evaluating, input_errors, mapped
 from multitudes.core.dispatching import NumbersDrawn, Overlapping
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.seeding import torch_generators
+from multitudes.core.seeding import RandomStates
+from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
+from multitudes.core.views import may_write, same
 
 __all__ = [
     "Call",
     "Shape",
     "Trace",
     "Use",
+    "asks",
     "hooked",
     "observing",
-    "python_states",
     "record",
     "recording",
     "unmoved",
+    "unwritten",
 ]
 
 Which = Collection[type[nn.Module] | str] | None
@@ -85,11 +85,6 @@ class Use:
     tensors: tuple[Tensor, ...]
     inside: tuple[Call, ...]  # the calls of modules that it was made in, outermost first
 
-    @property
-    def caller(self) -> str:
-        """The name of the module whose code called it."""
-        return self.inside[-1].name if self.inside else ""
-
 
 @dataclass(eq=False)
 class Trace:
@@ -131,27 +126,17 @@ class Trace:
 # -- recording ---------------------------------------------------------------------------------------------
 
 
-def record(
-    network: nn.Module, x: Input, which: Which = None, *, looks: bool = False, noise: bool = False, **options: bool
-) -> Trace:
+def record(network: nn.Module, x: Input, which: Which = None, **options: Any) -> Trace:
     """Run a network on `x` once, in evaluation with expectations and without gradients; leave it as it was.
 
-    The options are those of `recording`; `looks` follows parameters, buffers and the input.
+    The options are those of `recording`.
 
     >>> trace = record(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3), work=True)
     >>> [call.name for call in trace.calls], trace.multiply_adds
     (['', '0', '1', '2'], 100)
     """
-    trace, given = Trace(), x if noise else None
-    followed = [*network.parameters(), *network.buffers(), *tensors_in(x)] if looks else ()
-    with (
-        evaluating(network),
-        unmoved(network, x, trace),
-        expecting(network),
-        torch.no_grad(),
-        input_errors(x),
-        recording(network, which, trace, looks=followed, noise=given, **options),
-    ):
+    trace = Trace()
+    with observing(network, x=x, trace=trace), input_errors(x), recording(network, which, trace, **options):
         trace.output = call(network, x)
     return trace
 
@@ -165,7 +150,7 @@ def recording(
     tensors: bool = True,
     functions: bool | Collection[Tensor] = False,
     looks: Iterable[Tensor] = (),
-    noise: Input | None = None,
+    noise: bool = False,
     work: bool = False,
 ) -> Iterator[Trace]:
     """Record what runs inside.
@@ -181,16 +166,16 @@ def recording(
         work: count multiply-adds and the bytes of the largest tensor.
     """
     trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
-    states, torchs = [] if noise is None else python_states(), NumbersDrawn()
+    states, torchs = RandomStates(), NumbersDrawn()
+
+    def caller() -> str:
+        return trace.running[-1].name if trace.running else ""
 
     def compare_states() -> None:
-        moved = torchs.seen
-        for index, (get, put, before) in enumerate(states):
-            if (now := get()) != before:
-                moved, states[index] = True, (get, put, now)
-        if moved:
-            trace.unknown_random[trace.running[-1].name if trace.running else ""] = None
-        torchs.seen = False
+        nonlocal states
+        if noise and (torchs.seen or states.moved):
+            trace.unknown_random[caller()] = None
+            states, torchs.seen = RandomStates(), False
 
     def held(value: Any) -> Any:
         return value if tensors else mapped(Shape.of, value)
@@ -210,13 +195,13 @@ def recording(
         trace.steps.append((ended, False))
 
     def drew(function: str) -> None:
-        trace.random.setdefault(trace.running[-1].name if trace.running else "", set()).add(function)
+        trace.random.setdefault(caller(), set()).add(function)
 
     with ExitStack() as stack:
-        if noise is not None:
+        if noise:
             stack.enter_context(Redrawn(STILL, drew))
             stack.enter_context(torchs)
-        if functions is not False or looks:
+        if functions or looks:
             stack.enter_context(_Functions(trace, functions, looks))
         stack.enter_context(hooked(network, which, leave, enter, always=True))
         if work:
@@ -242,31 +227,21 @@ def hooked(
     with ExitStack() as stack:
         for name, module in _modules(network, which):
             if enter is not None:
-                handle = module.register_forward_pre_hook(
-                    lambda m, args, kwargs, name=name: enter(name, m, args, kwargs), with_kwargs=True
-                )
-                stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
             if leave is not None:
-                handle = module.register_forward_hook(
-                    lambda m, args, output, name=name: leave(name, m, args, output), always_call=always
-                )
-                stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_hook(partial(leave, name), always_call=always))
         yield
 
 
 def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
     """Modules with their names, each under one name only; names that are not there are left out."""
+    if which is None or not all(isinstance(each, str) for each in which):
+        named = network.named_modules(remove_duplicate=False)
+        which = [name for name, module in named if which is None or type(module) in which or name in which]
     found: dict[int, tuple[str, nn.Module]] = {}
-    if which is not None and all(isinstance(each, str) for each in which):  # without a walk through all modules
-        for name in which:
-            module: Any = network
-            for part in str(name).split(".") if name else ():
-                module = None if module is None else module._modules.get(part)
-            if module is not None:
-                found.setdefault(id(module), (str(name), module))
-        return found.values()
-    for name, module in network.named_modules(remove_duplicate=False):
-        if which is None or type(module) in which or name in which:
+    for name in map(str, which):
+        with suppress(AttributeError):
+            module = network.get_submodule(name)
             found.setdefault(id(module), (name, module))
     return found.values()
 
@@ -277,8 +252,11 @@ _LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is
 
 _ASKS = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_size", "get_device"}
 _ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
-_ASKED = {"shape", "ndim", "dtype", "device", "requires_grad", "layout", "grad_fn", "grad", "names", "nbytes"}
-_ASKED |= {"itemsize", "_version"}
+
+
+def asks(name: str) -> bool:
+    """Return whether a function asks for shapes and settings of a tensor alone."""
+    return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
 
 
 class _Functions(TorchFunctionMode):
@@ -287,36 +265,29 @@ class _Functions(TorchFunctionMode):
     def __init__(self, trace: Trace, functions: bool | Collection[Tensor], looks: list[Tensor]) -> None:
         super().__init__()
         self.trace = trace
-        self.all = functions is True
-        # Tensors by their ids, and what their `.T` and `.data` are, which stay alive so that no other gets their ids.
-        self.own = {id(t): (t, t) for t in ([] if isinstance(functions, bool) else functions)}
+        self.wanted = None if functions is True else {id(tensor) for tensor in functions or ()}
+        self.origins = WeakTensorKeyDictionary()  # tensors by those that are an attribute of them: `weight.T`, `.data`
         self.known = WeakTensorKeyDictionary({tensor: True for tensor in looks})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        used = given if self.all else [self.own[id(tensor)][0] for tensor in given if id(tensor) in self.own]
         inside = tuple(self.trace.running)
-        use = Use(name, tuple(used), inside) if used and not _asks(function, name) else None
-        if use is not None:
-            self.trace.functions.append(use)  # before it runs, since it may fail
+        if name != "__get__" and not asks(name) and (used := self._used(given)):
+            self.trace.functions.append(Use(name, used, inside))  # before it runs, since it may fail
         result = function(*args, **(kwargs or {}))
-        if use is not None and name == "__get__" and not self.all and isinstance(result, Tensor):
-            self.trace.functions.remove(use)
-            self.own[id(result)] = used[0], result
+        if name == "__get__" and isinstance(result, Tensor):
+            self.origins[result] = self.origins.get(given[0], given[0])
         if len(self.known) and any(tensor in self.known for tensor in given):
             if name in _LOOKS:
                 self.trace.looks.append(Use(name, (), inside))
             self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
         return result
 
-
-def _asks(function: Any, name: str) -> bool:
-    """Return whether a function asks for shapes and settings of a tensor alone."""
-    if name == "__get__":
-        name = getattr(getattr(function, "__self__", None), "__name__", "")
-        return name in _ASKED or name.startswith("is_")
-    return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
+    def _used(self, given: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the recorded ones of the tensors that a function takes."""
+        own = [self.origins.get(tensor, tensor) for tensor in given]
+        return tuple(tensor for tensor in own if self.wanted is None or id(tensor) in self.wanted)
 
 
 # -- multiply-adds -----------------------------------------------------------------------------------------
@@ -324,7 +295,7 @@ def _asks(function: Any, name: str) -> bool:
 
 def _recurrent(input: Tensor, *weights: Any, **kwargs: Any) -> int:
     """The operations of a recurrent layer's one kernel: two for each weight and position, biases left out."""
-    matrices = [value for value in tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])]
+    matrices = tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])
     positions = input.numel() // matrices[0].shape[-1]
     return 2 * positions * sum(matrix.numel() for matrix in matrices if matrix.dim() == 2)
 
@@ -369,26 +340,39 @@ def _gives_views(packet: Any) -> bool:
 
 
 @contextmanager
-def observing(*networks: nn.Module) -> Iterator[None]:
+def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -> Iterator[None]:
     """Run networks in evaluation, with expectations instead of draws and without gradients; leave them as they were."""
     with ExitStack() as stack:
         for network in networks:
             stack.enter_context(evaluating(network))  # first, since it locks the network
-            stack.enter_context(unmoved(network, ()))
+            stack.enter_context(unmoved(network, x, trace))
             stack.enter_context(expecting(network))
         stack.enter_context(torch.no_grad())
         yield
 
 
 @contextmanager
-def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[None]:
-    """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written."""
+def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[Callable[[], bool]]:
+    """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written.
+
+    Yield a function that returns whether random numbers have been drawn inside.
+    """
+    states, torchs = RandomStates(x), NumbersDrawn()
+    try:
+        with unwritten(network, trace), torchs:
+            yield lambda: torchs.seen or states.moved
+    finally:
+        states.restore(torchs.seen)  # else other threads may have moved torch's
+
+
+@contextmanager
+def unwritten(network: nn.Module, trace: Trace | None = None) -> Iterator[None]:
+    """Leave buffers, attributes and modes as they were; note in a trace which of them were written."""
     trace = Trace() if trace is None else trace
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
-    states, others, torchs = torch_states(x), python_states(), NumbersDrawn()
     try:
-        with attributes_restored(writing_modules(network)) as attributes, torchs:
+        with attributes_restored(writing_modules(network)) as attributes:
             yield
     finally:
         for path, module, buffers, training in modules:
@@ -399,43 +383,53 @@ def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterato
             own.update(buffers)
             module.training = training
         for name, buffer, before in values:
-            if not _same(buffer, before):
+            if not buffer.is_meta and not equal(buffer, before):
                 trace.buffers.add(name)
                 buffer.copy_(before)
         trace.attributes.update(_joined(*place) for place in attributes)
-        if not trace.unknown_random and any(get() != state for get, _, state in others):
-            trace.unknown_random[""] = None
-        for _, put, state in [*(states if torchs.seen else []), *others]:  # else other threads may have moved torch's
-            put(state)
 
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or equal(one, other)
+_PASSED = frozenset([*vars(nn.Module()), *FOUND_ANEW, *FLAT_WEIGHTS])
+_CONTAINERS = (list, dict, set)
 
 
-State = tuple[Callable[[], Any], Callable[[Any], Any], Any]
+def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules, by name, whose code may write attributes: of the user's own classes, or with hooks."""
+    return [(path, module) for path, module in network.named_modules() if may_write(module)]
 
 
-def _of_generator(generator: torch.Generator) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    def put(state: list[int]) -> None:
-        generator.set_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+@contextmanager
+def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
+    """Restore the attributes of modules afterwards; yield the names, of module and attribute, that were written.
 
-    return lambda: generator.get_state().tolist(), put
+    A list, a dictionary or a set gets its items back as well.
+    """
+    modules = [(path, module, _attributes(module)) for path, module in writing]
+    contents = {
+        (path, key): value.copy() if type(value) in _CONTAINERS else value
+        for path, _, before in modules
+        for key, value in before.items()
+    }
+    written: set[tuple[str, str]] = set()
+    try:
+        yield written
+    finally:
+        for path, module, before in modules:
+            now = _attributes(module)
+            written |= {(path, key) for key in now.keys() ^ before.keys()}
+            written |= {(path, key) for key in now.keys() & before.keys() if not same(now[key], contents[path, key])}
+            for key in now.keys() - before.keys():
+                del vars(module)[key]
+            for key, value in before.items():
+                vars(module)[key] = value
+                if not same(value, items := contents[path, key]):
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(items)
 
 
-def torch_states(x: Any = ()) -> list[State]:
-    """Functions that get and set torch's random states, and their values, on the CPU and on the devices of `x`."""
-    return [(get, put, get()) for get, put in map(_of_generator, torch_generators(x))]
-
-
-def python_states() -> list[State]:
-    """The random states that are not torch's: Python's, and NumPy's where it is in use (see `torch_states`)."""
-    ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        ways.append((lambda: [v.tolist() if hasattr(v, "tolist") else v for v in numpy.get_state()], numpy.set_state))
-    return [(get, put, get()) for get, put in ways]
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _PASSED}

@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from multitudes.core.calling import InputError, tensors_in
+from multitudes.core.trace import asks
 
-__all__ = ["ASKING", "Unreadable", "unreadable"]
-
-ASKING = {
-    "__get__", "__len__", "__repr__", "__hash__", "__format__", "dim", "ndimension", "size", "numel", "nelement",
-    "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "type",
-}  # fmt: skip
-"""The functions that ask for no values."""
+__all__ = ["Unreadable", "unreadable"]
 
 
 class Unreadable(Tensor):
@@ -25,7 +20,8 @@ class Unreadable(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ASKING:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "type") or asks(name):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))

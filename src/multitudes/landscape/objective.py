@@ -21,8 +21,8 @@ from multitudes.core.calling import (
     evaluating,
     input_errors,
     moved,
+    placed,
     plain_attention,
-    slots,
 )
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
@@ -146,10 +146,7 @@ class Objective:
             if not isinstance(network, Multitude):
                 return _scalar(criterion(call_with(network, weights, x), y))
             options: dict[str, Any] = {"draws": self.draws, "seed": mixed(self.seed, number)}
-            own, places = dict(network.named_parameters()), slots(network)[0]
-            placed = {id(own[name]): weight for name, weight in weights.items()}
-            given = {place: placed[id(p)] for place, p in places.items() if id(p) in placed}
-            predictions = functional_call(network, given, (x,), options, tie_weights=False)
+            predictions = functional_call(network, placed(network, weights), (x,), options, tie_weights=False)
             by_member = predictions.unflatten(0, (network.members, -1))
             losses = torch.stack([_scalar(criterion(network.reading.averaged(drawn), y)) for drawn in by_member])
             return losses.sum() if network.independent else losses.mean()

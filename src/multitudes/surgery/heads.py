@@ -82,7 +82,7 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
         unmoved(network, example),
         expecting(network),
         torch.enable_grad(),
-        holding(frozen, "requires_grad", True),  # type: ignore[arg-type]
+        holding(frozen, "requires_grad", True),
     ):
         args, kwargs = split_call(network, example)
         with hooked(network, owners, enter=cut):

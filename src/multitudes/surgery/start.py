@@ -25,8 +25,7 @@ from torch import nn
 from multitudes.core.calling import Input, initializing
 from multitudes.core.checks import check_choice, check_count, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.seeding import seeded
-from multitudes.core.trace import State, torch_states
+from multitudes.core.seeding import State, seeded, torch_states
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import Own, judge, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
@@ -81,8 +80,8 @@ class Start:
     def seeded(self) -> Iterator[None]:
         """Random numbers from the seed, behind those that building the network has used."""
         with initializing(), seeded(self._seed):
-            for _, put, state in self._states:
-                put(state)
+            for generator, state in self._states:
+                generator.set_state(state)
             yield
             if self._seed is not None:
                 self._states = torch_states(tuple(self.given.parameters()))

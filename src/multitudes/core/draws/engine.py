@@ -22,7 +22,7 @@ from multitudes.core.calling import Input, InputError, kind_of, tensors_in
 from multitudes.core.dispatching import NumbersDrawn
 from multitudes.core.draws.memory import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.core.draws.stochastic import Draw, Stochastic, drawing, expecting
-from multitudes.core.runners.verify import FAILURES, Verdicts, difference
+from multitudes.core.proof import FAILURES, Verdicts, difference
 from multitudes.core.seeding import mixed, seeded, torch_generators
 from multitudes.core.settings import holding
 from multitudes.core.trace import Trace, recording, unmoved

@@ -190,7 +190,7 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
             unmoved(network, x),
             expecting(network),
             torch.no_grad(),
-            recording(network, tensors=False, noise=x) as trace,
+            recording(network, tensors=False, noise=True) as trace,
         ):
             run()
         seen[training] = trace.random

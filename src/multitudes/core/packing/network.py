@@ -13,12 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from multitudes.core.architecture import stackable
-from multitudes.core.attributes import attributes_restored, writing_modules
 from multitudes.core.calling import Input, chosen_output, part_of, split_call
 from multitudes.core.draws.stochastic import as_member, stochastic_layers
 from multitudes.core.noise import draws_by
 from multitudes.core.packing.rules import DROPOUTS, LAYERS
 from multitudes.core.packing.values import CannotPack, Many, Stacked, Team, Value, applied, mapped
+from multitudes.core.trace import attributes_restored, writing_modules
 
 __all__ = ["PackedNetwork", "gains_channels_last"]
 

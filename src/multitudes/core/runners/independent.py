@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.compiling import uncompiled
+from multitudes.core.proof import Verdicts, difference
 from multitudes.core.runners.loop import LoopRunner
 from multitudes.core.runners.packed import PackedRunner
 from multitudes.core.runners.selection import INDEPENDENT, Use, runners_for
 from multitudes.core.runners.size import convolves, is_small, is_watched
 from multitudes.core.runners.template import CannotStack
-from multitudes.core.runners.verify import Verdicts, difference
 from multitudes.core.runners.vmapped import VmappedRunner
 
 __all__ = ["RUNNERS", "IndependentRunners"]

@@ -18,11 +18,10 @@ from multitudes.core.compiling import uncompiled
 from multitudes.core.draws.functional import to_be_kept
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.member_layer import member_layers
-from multitudes.core.proof import first_difference, rows_interact, running_statistics
+from multitudes.core.proof import FAILURES, Verdicts, difference, first_difference, rows_interact, running_statistics
 from multitudes.core.runners.one_by_one import OneByOne, member_view
 from multitudes.core.runners.selection import SHARED, Use, runners_for
 from multitudes.core.runners.side_by_side import CannotShare, SideBySide, Tiled
-from multitudes.core.runners.verify import FAILURES, Verdicts, difference
 from multitudes.core.settings import computing_hooks
 from multitudes.core.snapshot import Versions
 from multitudes.core.trace import Shape, recording, unmoved

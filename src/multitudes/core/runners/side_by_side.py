@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.at_once import Lane
-from multitudes.core.attributes import attributes_restored, writing_modules
 from multitudes.core.calling import Input, InputError, mapped, tensors_in, tile
 from multitudes.core.draws.stochastic import as_member, stochastic_layers
 from multitudes.core.member_layer import member_layers
 from multitudes.core.snapshot import Versions
+from multitudes.core.trace import attributes_restored, writing_modules
 from multitudes.core.views import Views, may_write, run, view
 
 __all__ = ["CannotShare", "SideBySide", "Tiled"]

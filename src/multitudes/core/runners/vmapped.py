@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.core.at_once import at_once
-from multitudes.core.attributes import attributes_restored, writing_modules
 from multitudes.core.calling import Input, InputError, prediction_in, split_call
 from multitudes.core.draws.stochastic import as_member
 from multitudes.core.runners.template import Template
+from multitudes.core.trace import attributes_restored, writing_modules
 
 __all__ = ["VmappedRunner"]
 
