@@ -18,15 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.core.trace import observing
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.attention import HeadChoice, observe_attention
-from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.cuts import (
     CannotNarrow,
     Cut,
@@ -41,64 +37,11 @@ from multitudes.surgery.cuts import (
 )
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.initialise import is_hugging_face
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select, within
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, is_frozen, replace, select, within
 from multitudes.surgery.narrow_config import follow_configs, narrower_models
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import example_for, executed
-from multitudes.surgery.start import starting
+from multitudes.surgery.observe import executed
 from multitudes.surgery.watch import Along, Watch, changed, loses_the_same
-
-
-def narrow(
-    model: nn.Module | Factory | Build,
-    factor: float,
-    gamma: int = 1,
-    *,
-    min_channels: int = 64,
-    layers: Selector = None,
-    example: Input | None = None,
-    init: str | None = None,
-    heads: Selector = None,
-    seed: int | None = None,
-) -> nn.Module:
-    """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
-
-    Attention keeps whole heads of the size that they have, and the widths that follow from them. Hugging Face's models
-    are narrowed by their own configurations, which stay true.
-
-    Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
-    divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
-    keep their weights, each layer's scaled so that its outputs are as large as they were on the example; with
-    `init="heads"` too, but for the output layers, which are drawn anew (those that are found, or that `heads` selects).
-    Layers with frozen parameters, and those that they read from, are not narrowed, and keep their weights.
-    `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
-
-    Where `model` is a function of the width, `build(factor)` is returned, compared with `build(1.0)`; see `packed`.
-
-    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
-    >>> narrow(model, 0.5)
-    Sequential(
-      (0): Linear(in_features=8, out_features=32, bias=True)
-      (1): ReLU()
-      (2): Linear(in_features=32, out_features=3, bias=True)
-    )
-    """
-    if (build := build_function(model)) is not None:
-        refuse_options(gamma, min_channels, layers, init, heads)
-        check_number("factor", factor, 0, high=1, above=True)
-        with seeded(seed):
-            return next(built_at(build, factor, 1, whole_network(build), example))
-    start = starting(model, 1, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
-    if isinstance(model := start.given, Multitude):
-        raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
-    check_number("factor", factor, 0, high=1, above=True)
-    check_count("gamma", gamma)
-    with start.seeded():
-        example = example_for(model, example)
-        narrowed, cuts = narrowed_copy(model, factor, gamma, min_channels, layers, example, start.redraws)
-        if factor < 1:
-            warn_of_whole(model, narrowed)
-        return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
 
 
 def narrowed_copy(
