@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
-from multitudes.surgery.cuts import CannotNarrow, is_attention, makes, output_axis
+from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention
 from multitudes.surgery.layers import within
 from multitudes.surgery.observe import Read, answered
 
@@ -83,7 +83,7 @@ class _Observed(TorchFunctionMode):
         """Let a layer give random numbers."""
         with torch._C.DisableTorchFunction():
             made = torch.randn(y.shape, generator=self.generator).to(y).requires_grad_()
-            self.made.append((name, output_axis(layer), made))
+            self.made.append((name, form_of(layer).axis, made))
             if is_attention(layer):
                 reads = torch.eye(layer.num_heads, dtype=torch.bool).repeat_interleave(layer.head_dim, 1)
                 self.found.append(Attention(name, layer.head_dim, {name: reads}))
@@ -92,7 +92,7 @@ class _Observed(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name, kwargs, running = getattr(function, "__name__", ""), kwargs or {}, self.run.running
-        if running and makes(running[-1].module):
+        if running and form_of(running[-1].module).makes:
             return result
         with torch._C.DisableTorchFunction():
             tensors = tensors_in((*args, *kwargs.values()))
@@ -213,9 +213,11 @@ class HeadChoice:
         generator: torch.Generator,
         counts: Mapping[str, int],
         whole: Collection[str],
+        patterns: Mapping[int, Pattern] = {},
     ) -> None:
         self.found, self.factor, self.generator = found, factor, generator
-        self.counts, self.whole = counts, whole
+        self.counts, self.whole, self.patterns = counts, whole, patterns
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
         self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -229,8 +231,22 @@ class HeadChoice:
         pairs = {len(a.groups[0]): len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found}
         return {before: after for before, after in pairs.items() if before > 1}
 
-    def outputs(self, name: str, width: int) -> Tensor | None:
-        """The kept channels of a layer of some width; None where attention does not bind them."""
+    def outputs(self, name: str, width: int) -> Tensor:
+        """The kept channels of a layer of some width."""
+        if name in self.whole:
+            return torch.arange(width)
+        count, bound = self.counts.get(name), self._bound(name, width)
+        if bound is not None and count in (None, len(bound)):
+            return bound
+        pattern = self.patterns.get(width, (1, 1))
+        unit = math.prod(pattern)
+        count = count or math.ceil(round(width * self.factor / unit, 9)) * unit
+        if (width, count) not in self._chosen:
+            self._chosen[width, count] = choose(width, count, self.generator, pattern)
+        return self._chosen[width, count]
+
+    def _bound(self, name: str, width: int) -> Tensor | None:
+        """The channels of the kept heads; None where attention does not bind a layer's."""
         for attention in self.found:
             if name in attention.reads:
                 reads = attention.reads[name]

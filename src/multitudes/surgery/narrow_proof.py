@@ -16,7 +16,7 @@ from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
 from multitudes.core.trace import observing, unmoved
-from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
+from multitudes.surgery.cuts import CannotNarrow, Cut, form_of
 from multitudes.surgery.observe import Read, answered
 from multitudes.surgery.watch import Along
 
@@ -121,15 +121,11 @@ def _at_full_width(
     seen: list[tuple[str, list[Tensor]]] = []
 
     def narrow(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor | tuple[Any, ...]:
-        cut = cuts[name]
-        kept = [
-            x.index_select(input_axis(layer), index.to(x.device))
-            for x, index in zip(read.inputs, cut.indices, strict=False)
-        ]
+        cut, axis = cuts[name], form_of(layer).axis
+        kept = [x.index_select(axis, i.to(x.device)) for x, i in zip(read.inputs, cut.indices, strict=False)]
         seen.append((name, kept))
         small = narrowed.get_submodule(name)(*kept, *read.args, **read.kwargs)
         small, *weights = small if isinstance(small, tuple) else (small,)
-        axis = input_axis(layer) if follows(layer) else output_axis(layer)
         whole = torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
         return (whole, *weights) if weights else whole
 
@@ -183,7 +179,7 @@ def standing_alone(model: nn.Module) -> list[str]:
     """The names of parameters that belong to no layer that is cut."""
     owners = {f"{name}.{own}" if name else own: module for name, module in model.named_modules()
               for own, parameter in module._parameters.items() if parameter is not None}  # fmt: skip
-    return [name for name, module in owners.items() if not makes(module) and not follows(module)]
+    return [name for name, module in owners.items() if not form_of(module).outputs]
 
 
 def _unfit(model: nn.Module, reason: str) -> str:

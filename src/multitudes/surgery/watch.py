@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,18 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
-from multitudes.surgery.attention import HeadChoice, Pattern, choose
-from multitudes.surgery.cuts import (
-    CannotNarrow,
-    Cut,
-    follows,
-    input_axis,
-    inputs_of,
-    is_depthwise,
-    makes,
-    output_axis,
-    width_of,
-)
+from multitudes.surgery.attention import HeadChoice
+from multitudes.surgery.cuts import CannotNarrow, Cut, form_of, is_depthwise
 from multitudes.surgery.observe import Read, answered
 
 __all__ = ["Along", "Size", "Watch", "changed", "followed_sizes", "loses_the_same", "note_sizes"]
@@ -39,15 +28,13 @@ class Watch(TorchFunctionMode):
     """One run in which each layer's dropped channels are NaN.
 
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
-    chooses where attention binds channels together, and `patterns` say how the network takes axes of some sizes apart.
+    chooses the channels that layers keep.
     """
 
-    def __init__(self, heads: HeadChoice, patterns: Mapping[int, Pattern]) -> None:
+    def __init__(self, heads: HeadChoice) -> None:
         super().__init__()
-        self.trace = Trace()
-        self.heads, self.patterns = heads, patterns
+        self.trace, self.heads = Trace(), heads
         self.cuts: dict[str, Cut] = {}
-        self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
         self.sizes: list[Size] = []  # the numbers that the network holds
         self.mixer = ""  # what made all channels NaN of some, and where
 
@@ -79,7 +66,7 @@ class Watch(TorchFunctionMode):
     def _look_for_a_mixer(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
         with torch._C.DisableTorchFunction():
             running = self.trace.running
-            if running and (makes(running[-1].module) or follows(running[-1].module)):
+            if running and form_of(running[-1].module).outputs:
                 return  # what layers do is known, and their outputs are replaced
             dense = [t for t in tensors_in(args) if t.layout is torch.strided and t.numel()]
             nan = [t.isnan() for t in dense if t.is_floating_point()]
@@ -98,44 +85,32 @@ class Watch(TorchFunctionMode):
     def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
         with torch._C.DisableTorchFunction():
-            dropped = [x.isnan().movedim(input_axis(layer), 0) for x in read.inputs]
-            if self._is_of_each_head(layer, dropped):
-                whole = torch.arange(inputs_of(layer))
-                cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
+            form = form_of(layer)
+            dropped = [x.isnan().movedim(form.axis, 0) for x in read.inputs]
+            if form.axis == -1 and self._is_of_each_head(dropped):
+                cut = Cut(torch.arange(form.inputs), torch.arange(form.outputs))
                 out = torch.where(dropped[0][0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
-            elif follows(layer):
+            elif form.follows:
                 kept = self._kept(dropped[0], name)
                 cut, out = Cut(kept, kept), torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y)
             else:
-                kept, *others = [self._kept(x, name) for x in dropped] or [torch.arange(layer.num_embeddings)]
-                cut = Cut(kept, self._outputs(name, layer, kept), others=tuple(others))
-                out = torch.full_like(y, torch.nan).index_fill_(output_axis(layer), cut.outputs.to(y.device), 0.0)
+                kept, *others = [self._kept(x, name) for x in dropped] or [torch.arange(form.inputs)]
+                if is_depthwise(layer):
+                    each = form.outputs // form.inputs
+                    outputs = (kept.unsqueeze(1) * each + torch.arange(each)).flatten()
+                else:
+                    outputs = self.heads.outputs(name, form.outputs)
+                cut = Cut(kept, outputs, others=tuple(others))
+                out = torch.full_like(y, torch.nan).index_fill_(form.axis, cut.outputs.to(y.device), 0.0)
             if self.cuts.setdefault(name, cut) != cut:
                 raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
             return out
 
-    def _is_of_each_head(self, layer: nn.Module, dropped: list[Tensor]) -> bool:
+    def _is_of_each_head(self, dropped: list[Tensor]) -> bool:
         """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
-        if len(dropped) != 1 or not self.heads.found or input_axis(layer) != -1:
+        if len(dropped) != 1 or not self.heads.found:
             return False
         return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
-
-    def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width, heads = width_of(layer), self.heads
-        if is_depthwise(layer):
-            each = width // layer.in_channels
-            return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name in heads.whole:
-            return torch.arange(width)
-        count, bound = heads.counts.get(name), heads.outputs(name, width)
-        if bound is not None and count in (None, len(bound)):
-            return bound
-        pattern = self.patterns.get(width, (1, 1))
-        unit = math.prod(pattern)
-        count = count or math.ceil(round(width * heads.factor / unit, 9)) * unit
-        if (width, count) not in self.chosen:
-            self.chosen[width, count] = choose(width, count, heads.generator, pattern)
-        return self.chosen[width, count]
 
     def _kept(self, mask: Any, name: str) -> Tensor:
         dropped = mask.flatten(1).any(1)
@@ -152,10 +127,11 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
     reached: list[bool] = []
 
     def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        form = form_of(layer)
         for x, kept in zip(read.inputs, cuts[name].indices, strict=False):
-            seen = x.isnan().movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
+            seen = x.isnan().movedim(form.axis, 0).flatten(1).any(1).cpu()
             reached.extend((~seen[kept]).tolist() if bool(seen.any()) else ())
-        return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
+        return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if form.follows else torch.zeros_like(y)
 
     before = {name: model.get_parameter(name).data for name in along}
     try:
