@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multitudes.core.attention import Attention as Arguments
+from multitudes.core.attention import dropped
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
 from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention
@@ -64,7 +66,7 @@ class Attention:
 
 
 class _Observed(TorchFunctionMode):
-    """Find each attention of a run: torch's own layer or function, or a softmax of a product.
+    """Find each attention of a run: torch's own layer, or a product with a softmax of a product.
 
     Layers give random numbers meanwhile, of which gradients are taken.
     """
@@ -76,7 +78,7 @@ class _Observed(TorchFunctionMode):
         self.patterns: dict[int, Pattern] = {}  # how axes are taken apart, by their size
         self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and what they give
         self.sizes: dict[tuple[int, ...], int] = {}  # of products, by their shape: the last axis of what they multiply
-        self.weights: set[tuple[int, ...]] = set()  # the shapes of the weights that values are multiplied with next
+        self.scores: Tensor | None = None  # of a softmax, whose weights values are multiplied with next
         self.generator = torch.Generator().manual_seed(0)
 
     def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
@@ -90,24 +92,20 @@ class _Observed(TorchFunctionMode):
             return made * 1  # which the network's code may change in place
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
         name, kwargs, running = getattr(function, "__name__", ""), kwargs or {}, self.run.running
         if running and form_of(running[-1].module).makes:
-            return result
+            return function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            with self:
+                return dropped(lambda weights: weights, Arguments(*args, **kwargs))
+        result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             tensors = tensors_in((*args, *kwargs.values()))
-            if function is F.scaled_dot_product_attention:
-                query, key, value, *mask = tensors
-                group = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
-                shared = [x if group == 1 else x.repeat_interleave(group, -3) for x in (key, value)]
-                mask = [x for x in mask if x.dim() > 2 and x.shape[-3] == query.shape[-3]]
-                self._note(list(zip(*map(self._heads, (query, *shared, *mask)), strict=True)), query.shape[-1])
-            elif name in _PRODUCTS and isinstance(result, Tensor):
+            if name in _PRODUCTS and isinstance(result, Tensor):
+                self._note(function, args, kwargs)
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
-                self._note_values(function, args, kwargs)
             elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
-                self._note([[scores] for scores in self._heads(tensors[0])], self.sizes[tuple(tensors[0].shape)])
-                self.weights = {tuple(tensors[0].shape), tuple(tensors[0].mT.shape)}
+                self.scores = tensors[0]
             elif name in _PARTS | _GROUPS:
                 self._take_apart(name, tensors[0], result, args)
         return result
@@ -118,26 +116,25 @@ class _Observed(TorchFunctionMode):
             return x.unbind(-3) if x.dim() > 2 else [x]
         return [x[index] for index in dict.fromkeys([*range(len(x) // self.batch), *range(0, len(x), self.batch)])]
 
-    def _note(self, heads: Sequence[Sequence[Tensor]], size: int) -> None:
-        """Record an attention by what each of its heads computes with."""
+    def _note(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Record an attention, if a product multiplies values with the weights of a softmax.
+
+        A head reads what its scores are made of, and the values that come through if other heads' weights are zero.
+        """
+        scores = self.scores
+        shapes = [] if scores is None else [scores.shape, scores.mT.shape]
+        weights = next((x for x in tensors_in(args) if x.shape in shapes), None)
+        if scores is None or weights is None:
+            return
+        self.scores, heads = None, []
+        for index, head in enumerate(self._heads(scores)):
+            alone = torch.zeros_like(weights)
+            self._heads(alone)[index].copy_(self._heads(weights)[index].detach())
+            heads.append([head, function(*[alone if x is weights else x for x in args], **kwargs)])
         reads = self._reads(heads)
         place = [run.name for run in self.run.running if any(within(name, run.name) for name in reads)]
         if place:
-            self.found.append(Attention(place[-1], size, reads))
-
-    def _note_values(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Record which values each head reads: those that come through when the other heads' weights are zero."""
-        weights = next((x for x in tensors_in(args) if tuple(x.shape) in self.weights), None)
-        if weights is None or not self.found:
-            return
-        self.weights, products = set(), []
-        for index, head in enumerate(self._heads(weights)):
-            alone = torch.zeros_like(weights)
-            self._heads(alone)[index].copy_(head.detach())
-            products.append([function(*[alone if x is weights else x for x in args], **kwargs)])
-        before, values = self.found[-1].reads, self._reads(products)
-        both = {name: each | values[name] if name in values else each for name, each in before.items()}
-        self.found[-1] = replace(self.found[-1], reads=values | both)
+            self.found.append(Attention(place[-1], self.sizes[tuple(scores.shape)], reads))
 
     def _reads(self, heads: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """Whether heads read the channels of layers, `[H, C]` by layer: where a random gradient does not vanish."""
@@ -275,15 +272,12 @@ class HeadChoice:
         """The kept heads, and the kept groups."""
         kind = attention.heads, len(attention.groups), attention.size
         if kind not in self._kept:
-            self._kept[kind] = self._choose(attention)
+            groups = torch.tensor(attention.groups)
+            heads, shared = self._counts(attention)
+            kept = choose(len(groups), shared, self.generator)
+            each = choose(groups.shape[1], heads // shared, self.generator)
+            self._kept[kind] = groups[kept][:, each].flatten().sort().values, kept
         return self._kept[kind]
-
-    def _choose(self, attention: Attention) -> tuple[Tensor, Tensor]:
-        groups = torch.tensor(attention.groups)
-        heads, shared = self._counts(attention)
-        kept = choose(len(groups), shared, self.generator)
-        each = choose(groups.shape[1], heads // shared, self.generator)
-        return groups[kept][:, each].flatten().sort().values, kept
 
     def _counts(self, attention: Attention) -> tuple[int, int]:
         """Return how many heads are kept, and how many groups."""
