@@ -114,7 +114,7 @@ def _observed_copy(
     along = _along(model, example, cuts, watch.heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, [size for size in watch.sizes if not any(within(size.path[0], name) for name in built)])
+    changed(narrowed, {path: s for path, s in watch.sizes.items() if not any(within(path[0], name) for name in built)})
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, watch.heads.sources)
     return narrowed, cuts

@@ -16,7 +16,7 @@ from multitudes.surgery.attention import HeadChoice
 from multitudes.surgery.cuts import CannotNarrow, Cut, form_of, is_depthwise
 from multitudes.surgery.observe import Read, answered
 
-__all__ = ["Along", "Size", "Watch", "changed", "followed_sizes", "loses_the_same", "note_sizes"]
+__all__ = ["Along", "Watch", "changed", "loses_the_same"]
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
@@ -35,20 +35,20 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.trace, self.heads = Trace(), heads
         self.cuts: dict[str, Cut] = {}
-        self.sizes: list[Size] = []  # the numbers that the network holds
+        self.sizes: Sizes = {}
         self.mixer = ""  # what made all channels NaN of some, and where
 
-    def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
+    def run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         try:
             with followed_sizes(model, names) as self.sizes:
-                return self._run(model, example, names)
+                self._run(model, example, names)
         except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
-            self.sizes, self.trace, self.cuts = [], Trace(), {}
-            return self._run(model, example, names)
+            self.sizes, self.cuts = {}, {}
+            self._run(model, example, names)
 
-    def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
-        with recording(model, trace=self.trace):
-            return answered(model, example, names, self.see, self)
+    def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
+        with recording(model) as self.trace:
+            answered(model, example, names, self.see, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
@@ -153,46 +153,39 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
 
 
 class Size(int):
-    """A number that a network holds; it knows where, and how many entries are kept of axes of that size.
+    """A number that a network holds; it knows how many entries are kept of axes of that size.
 
     Its hash is its own, so that no cache, as einops has one, answers with a number from another run.
     """
 
-    path: tuple[Any, ...]
-    """A module's name, the attributes that lead to the number, and its place in a list."""
     kept: set[int]
 
     __hash__ = object.__hash__
 
-    @classmethod
-    def at(cls, value: int, path: tuple[Any, ...]) -> Size:
-        size = cls(value)
-        size.path, size.kept = path, set()
+    def __new__(cls, value: int) -> Size:
+        size = super().__new__(cls, value)
+        size.kept = set()
         return size
 
 
+Sizes = Mapping[tuple[str, ...], Any]
+"""Numbers that a network holds, as `Size`s or lists of them, by a module's name and the attributes that lead there."""
+
+
 @contextmanager
-def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[list[Size]]:
+def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
     """Inside, the numbers that modules hold are `Size`s; those of modules named by `leave` stay what they are."""
-    found: list[Size] = []
+    found: dict[tuple[str, ...], Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[int] = set()
 
-    def sized(value: Any, path: tuple[Any, ...]) -> Any:
-        if type(value) is int and value > 1:
-            found.append(Size.at(value, path))
-            return found[-1]
-        if type(value) in (list, tuple) and all(type(each) is int for each in value):
-            return type(value)(sized(each, (*path, place)) for place, each in enumerate(value))
-        return value
-
-    def follow(held: dict[str, Any], path: tuple[Any, ...]) -> None:
+    def follow(held: dict[str, Any], path: tuple[str, ...]) -> None:
         for key, value in list(held.items()):
             if key.startswith("_") or key == "training":
                 continue
-            if (new := sized(value, (*path, key))) is not value:
+            if (sized := _sized(value)) is not value:
                 before.append((held, key, value))
-                held[key] = new
+                held[key] = found[*path, key] = sized
             elif _is_plain(value) and len(path) < 3 and id(value) not in seen:
                 seen.add(id(value))
                 follow(vars(value), (*path, key))
@@ -205,6 +198,13 @@ def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[list[Si
     finally:
         for held, key, value in before:
             held[key] = value
+
+
+def _sized(value: Any) -> Any:
+    if type(value) is int and value > 1:
+        return Size(value)
+    listed = type(value) in (list, tuple) and all(type(each) is int for each in value)
+    return type(value)(map(_sized, value)) if listed else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -244,17 +244,17 @@ def _kept(x: Tensor, axis: int) -> int:
     return int((~x.isnan().movedim(axis, 0).flatten(1).all(1)).sum())
 
 
-def changed(network: nn.Module, sizes: Collection[Size]) -> None:
+def changed(network: nn.Module, sizes: Sizes) -> None:
     """Set the numbers of a narrowed network whose axes have all lost the same entries, in place."""
-    for size in sizes:
-        if len(size.kept) == 1 and (kept := min(size.kept)) != size:
-            name, *owners, key = size.path
-            held: Any = network.get_submodule(name)
-            if isinstance(key, int):
-                *owners, listed = owners
-            for owner in owners:
-                held = getattr(held, owner)
-            if isinstance(key, int):
-                numbers = vars(held)[listed]
-                kept, key = type(numbers)([*numbers[:key], kept, *numbers[key + 1 :]]), listed
-            vars(held)[key] = kept
+    for (name, *owners, key), sized in sizes.items():
+        held: Any = network.get_submodule(name)
+        for owner in owners:
+            held = getattr(held, owner)
+        if (new := _settled(sized)) != sized:
+            vars(held)[key] = new
+
+
+def _settled(sized: Any) -> Any:
+    if isinstance(sized, (list, tuple)):
+        return type(sized)(map(_settled, sized))
+    return min(sized.kept) if isinstance(sized, Size) and len(sized.kept) == 1 else int(sized)
