@@ -53,49 +53,36 @@ def _scaled(value: int, factor: float) -> int:
     return math.ceil(round(value * factor, 9))
 
 
-def _kept_heads(heads: int, shared: int, factor: float) -> tuple[int, int]:
-    """How many heads are kept, of queries and of keys and values."""
-    kept = _scaled(shared, factor)
-    return math.ceil(_scaled(heads, factor) / kept) * kept, kept
-
-
 def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
-    """Set widths that heads make up, and the numbers of heads; returns what became of each width."""
-    heads = getattr(config, "num_attention_heads", None)
-    width, widths = getattr(config, "hidden_size", None), getattr(config, "hidden_sizes", None)
-    first = getattr(config, "embed_dim", None)
+    """Set widths that heads make up, one or one for each stage, and the numbers of heads; returns what each became."""
+    heads, shared, size, first = (
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "embed_dim")
+    )
     if isinstance(heads, (list, tuple)) and isinstance(first, int):
         return _narrow_stages(config, small, factor, list(heads), first)
-    if isinstance(widths, (list, tuple)):
-        return _narrow_each(config, small, factor, list(widths), heads)
-    if not isinstance(width, int):
+    several = isinstance(getattr(config, "hidden_sizes", None), (list, tuple))
+    widths = list(config.hidden_sizes) if several else [getattr(config, "hidden_size", None)]
+    counts = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(widths)
+    if not all(isinstance(width, int) for width in widths):
         return {}
-    if not isinstance(heads, int):
-        small.hidden_size = _scaled(width, factor)
-        return {width: small.hidden_size}
-    size = getattr(config, "head_dim", None) or width // heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    kept, kept_shared = _kept_heads(heads, shared, factor)
-    narrow = kept * size if width == heads * size else _scaled(width, factor)
-    small.hidden_size, small.num_attention_heads = narrow, kept
-    if isinstance(getattr(config, "num_key_value_heads", None), int):
-        small.num_key_value_heads = kept_shared
+    narrow = [_scaled(width, factor) for width in widths]
+    if len(counts) == len(widths) and all(isinstance(count, int) for count in counts):
+        kept = []
+        for stage, (width, count) in enumerate(zip(widths, counts, strict=True)):
+            groups = _scaled(shared or count, factor)
+            kept.append(math.ceil(_scaled(count, factor) / groups) * groups)
+            if width == count * (size or width // count):
+                narrow[stage] = width // count * kept[-1]
+        small.num_attention_heads = type(heads)(kept) if isinstance(heads, (list, tuple)) else kept[0]
+        if isinstance(shared, int):
+            small.num_key_value_heads = groups
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if isinstance(other := getattr(config, name, None), int):
-            setattr(small, name, narrow * other // width)
-    return {width: narrow}
-
-
-def _narrow_each(config: Any, small: Any, factor: float, widths: list[int], heads: Any) -> dict[int, int]:
-    """Stages with a width each, and perhaps heads: a number of them for each stage, or one for all."""
-    counts = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(widths)
-    if all(isinstance(count, int) for count in counts) and len(counts) == len(widths):
-        kept = [_scaled(count, factor) for count in counts]
-        narrow = [width // count * left for width, count, left in zip(widths, counts, kept, strict=True)]
-        small.num_attention_heads = type(heads)(kept) if isinstance(heads, (list, tuple)) else kept[0]
+            setattr(small, name, narrow[0] * other // widths[0])
+    if several:
+        small.hidden_sizes = type(config.hidden_sizes)(narrow)
     else:
-        narrow = [_scaled(width, factor) for width in widths]
-    small.hidden_sizes = type(config.hidden_sizes)(narrow)
+        small.hidden_size = narrow[0]
     return dict(zip(widths, narrow, strict=True))
 
 

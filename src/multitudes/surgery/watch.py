@@ -16,7 +16,7 @@ from multitudes.surgery.attention import HeadChoice
 from multitudes.surgery.cuts import CannotNarrow, Cut, form_of, is_depthwise
 from multitudes.surgery.observe import Read, answered
 
-__all__ = ["Along", "Watch", "changed", "loses_the_same"]
+__all__ = ["Along", "Watch", "changed", "holding_data", "loses_the_same"]
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
@@ -133,20 +133,28 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
             reached.extend((~seen[kept]).tolist() if bool(seen.any()) else ())
         return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if form.follows else torch.zeros_like(y)
 
-    before = {name: model.get_parameter(name).data for name in along}
-    try:
-        for name, kept in along.items():
-            values = before[name].clone()
-            for axis, index in kept:
-                dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
-                values.index_fill_(axis, dropped.to(values.device), torch.nan)
-            model.get_parameter(name).data = values
-        with observing(model):
-            output = answered(model, example, cuts, see)
-    finally:
-        for name, values in before.items():
-            model.get_parameter(name).data = values
+    data: dict[nn.Parameter, Tensor] = {}
+    for name, kept in along.items():
+        values = data[model.get_parameter(name)] = model.get_parameter(name).data.clone()
+        for axis, index in kept:
+            dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
+            values.index_fill_(axis, dropped.to(values.device), torch.nan)
+    with observing(model), holding_data(data):
+        output = answered(model, example, cuts, see)
     return bool(reached) and all(reached) and not bool(output.isnan().any())
+
+
+@contextmanager
+def holding_data(data: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Inside, parameters have other values."""
+    before = {parameter: parameter.data for parameter in data}
+    try:
+        for parameter, values in data.items():
+            parameter.data = values
+        yield
+    finally:
+        for parameter, values in before.items():
+            parameter.data = values
 
 
 # -- numbers that a network holds ----------------------------------------------------------------------------
