@@ -22,8 +22,7 @@ from multitudes.core.attention import Attention as Arguments
 from multitudes.core.attention import dropped
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
-from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention
-from multitudes.surgery.layers import within
+from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention, scaled
 from multitudes.surgery.observe import Read, answered
 
 __all__ = ["Attention", "HeadChoice", "Pattern", "choose", "observe_attention"]
@@ -38,9 +37,8 @@ _GROUPS = {"view", "reshape", "unflatten", "channel_shuffle", "pixel_shuffle"}
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention: the module that computes it, and the channels that its heads read."""
+    """One attention: the channels that its heads read."""
 
-    place: str
     size: int
     """The channels of a head's queries."""
     reads: Mapping[str, Tensor]
@@ -88,7 +86,7 @@ class _Observed(TorchFunctionMode):
             self.made.append((name, form_of(layer).axis, made))
             if is_attention(layer):
                 reads = torch.eye(layer.num_heads, dtype=torch.bool).repeat_interleave(layer.head_dim, 1)
-                self.found.append(Attention(name, layer.head_dim, {name: reads}))
+                self.found.append(Attention(layer.head_dim, {name: reads}))
             return made * 1  # which the network's code may change in place
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,10 +129,8 @@ class _Observed(TorchFunctionMode):
             alone = torch.zeros_like(weights)
             self._heads(alone)[index].copy_(self._heads(weights)[index].detach())
             heads.append([head, function(*[alone if x is weights else x for x in args], **kwargs)])
-        reads = self._reads(heads)
-        place = [run.name for run in self.run.running if any(within(name, run.name) for name in reads)]
-        if place:
-            self.found.append(Attention(place[-1], self.sizes[tuple(scores.shape)], reads))
+        if reads := self._reads(heads):
+            self.found.append(Attention(self.sizes[tuple(scores.shape)], reads))
 
     def _reads(self, heads: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """Whether heads read the channels of layers, `[H, C]` by layer: where a random gradient does not vanish."""
@@ -215,7 +211,7 @@ class HeadChoice:
         self.found, self.factor, self.generator = found, factor, generator
         self.counts, self.whole, self.patterns = counts, whole, patterns
         self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
-        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
     def sources(self) -> set[str]:
@@ -237,7 +233,7 @@ class HeadChoice:
             return bound
         pattern = self.patterns.get(width, (1, 1))
         unit = math.prod(pattern)
-        count = count or math.ceil(round(width * self.factor / unit, 9)) * unit
+        count = count or scaled(width, self.factor / unit) * unit
         if (width, count) not in self._chosen:
             self._chosen[width, count] = choose(width, count, self.generator, pattern)
         return self._chosen[width, count]
@@ -263,14 +259,14 @@ class HeadChoice:
         rounded = f", rounded up from {exact:.3g}" if name not in self.whole and kept > exact + 1e-9 else ""
         return f"{attention.heads} heads -> {kept}{rounded}"
 
-    def inside(self, place: str) -> dict[int, Tensor]:
-        """The kept groups and heads, by how many there were, of the attentions in a module, or that it is in."""
-        near = [a for a in self.found if within(place, a.place) or within(a.place, place)]
-        return {len(a.groups): self.kept(a)[1] for a in near} | {a.heads: self.kept(a)[0] for a in near}
+    @property
+    def entries(self) -> dict[int, Tensor]:
+        """The kept groups and heads, by how many there were, of which tables have entries."""
+        return {len(a.groups): self.kept(a)[1] for a in self.found} | {a.heads: self.kept(a)[0] for a in self.found}
 
     def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
         """The kept heads, and the kept groups."""
-        kind = attention.heads, len(attention.groups), attention.size
+        kind = attention.heads, len(attention.groups)
         if kind not in self._kept:
             groups = torch.tensor(attention.groups)
             heads, shared = self._counts(attention)
@@ -282,19 +278,19 @@ class HeadChoice:
     def _counts(self, attention: Attention) -> tuple[int, int]:
         """Return how many heads are kept, and how many groups."""
         heads, shared = attention.heads, len(attention.groups)
-        alike = [a for a in self.found if (a.heads, len(a.groups), a.size) == (heads, shared, attention.size)]
+        alike = [a for a in self.found if (a.heads, len(a.groups)) == (heads, shared)]
         if any(name in self.whole for each in alike for name in each.reads):
             return heads, shared
-        kept = {heads: math.ceil(round(heads * self.factor, 9)), shared: math.ceil(round(shared * self.factor, 9))}
+        kept = {heads: scaled(heads, self.factor), shared: scaled(shared, self.factor)}
         for each in alike:
             for name, reads in each.reads.items():
-                if name in self.counts and (of := reads.shape[1] // attention.size) in kept and reads.any(0).all():
-                    if self.counts[name] % attention.size:
+                if name in self.counts and (of := reads.shape[1] // each.size) in kept and reads.any(0).all():
+                    if self.counts[name] % each.size:
                         raise CannotNarrow(
                             f"layer {name!r} would make {self.counts[name]} of {reads.shape[1]} channels, which are "
-                            f"no whole heads of {attention.size}"
+                            f"no whole heads of {each.size}"
                         )
-                    kept[of] = self.counts[name] // attention.size
+                    kept[of] = self.counts[name] // each.size
         return math.ceil(kept[heads] / kept[shared]) * kept[shared], kept[shared]
 
 

@@ -41,6 +41,11 @@ class CannotNarrow(ValueError):
         )
 
 
+def scaled(value: int, factor: float) -> int:
+    """A width or a number of heads at a fraction of its size, rounded up."""
+    return math.ceil(round(value * factor, 9))
+
+
 @dataclass(frozen=True)
 class Form:
     """How many channels a layer reads and makes, and their axis; none are made where the layer is not known."""

@@ -219,13 +219,13 @@ def _along(
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
-        whole, near = model.get_parameter(name), heads.inside(name.rpartition(".")[0])
+        whole = model.get_parameter(name)
         if of := [prefix for prefix in built if within(name, prefix)]:
             small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
-            counts = [*layers, *heads.inside("").items(), *near.items()]
-            fixed[name] = _between(name, whole.shape, small.shape, {(size, len(kept)): kept for size, kept in counts})
+            exact = {(size, len(kept)): kept for size, kept in (*layers, *heads.entries.items())}
+            fixed[name] = _between(name, whole.shape, small.shape, exact)
             continue
-        lost = widths if any(size in widths for size in whole.shape) else near
+        lost = widths if any(size in widths for size in whole.shape) else heads.entries
         fitting = [axis for axis, size in enumerate(whole.shape) if len(lost.get(size, range(size))) < size]
         if fitting and whole.requires_grad:
             along[name] = ((fitting[-1], lost[whole.shape[fitting[-1]]]),)
