@@ -211,19 +211,24 @@ def _along(
     What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
     layers behind it lose, which is observed.
     """
-    made = {name: model.get_submodule(name) for name in cuts}
-    layers = [
-        (form_of(m).outputs, cuts[n].outputs) for n, m in made.items() if form_of(m).makes and not is_depthwise(m)
-    ]
+    made = [(model.get_submodule(name), cut.outputs) for name, cut in cuts.items()]
+    layers = [(form_of(m).outputs, kept) for m, kept in made if form_of(m).makes and not is_depthwise(m)]
     widths = {width: kept for width, kept in layers if len(kept) < width}
+    exact = {(size, len(kept)): kept for size, kept in (*layers, *heads.entries.items())}
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
         whole = model.get_parameter(name)
         if of := [prefix for prefix in built if within(name, prefix)]:
             small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
-            exact = {(size, len(kept)): kept for size, kept in (*layers, *heads.entries.items())}
-            fixed[name] = _between(name, whole.shape, small.shape, exact)
+            sizes = enumerate(zip(whole.shape, small.shape, strict=True))
+            pairs = [(axis, pair) for axis, pair in sizes if pair[0] != pair[1]]
+            if missing := [pair for _, pair in pairs if pair not in exact]:
+                raise CannotNarrow(
+                    f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as "
+                    "many channels"
+                )
+            fixed[name] = tuple((axis, exact[pair]) for axis, pair in pairs)
             continue
         lost = widths if any(size in widths for size in whole.shape) else heads.entries
         fitting = [axis for axis, size in enumerate(whole.shape) if len(lost.get(size, range(size))) < size]
@@ -232,19 +237,6 @@ def _along(
     if along and not loses_the_same(model, example, cuts, along):
         along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
     return fixed | along
-
-
-def _between(
-    name: str, whole: torch.Size, small: torch.Size, kept: Mapping[tuple[int, int], Tensor]
-) -> tuple[tuple[int, Tensor], ...]:
-    """The axes along which two shapes differ, and the entries that are kept of each."""
-    axes = [(axis, pair) for axis, pair in enumerate(zip(whole, small, strict=True)) if pair[0] != pair[1]]
-    if missing := [pair for _, pair in axes if pair not in kept]:
-        raise CannotNarrow(
-            f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as many "
-            "channels"
-        )
-    return tuple((axis, kept[pair]) for axis, pair in axes)
 
 
 # -- cut ---------------------------------------------------------------------------------------------------

@@ -135,10 +135,10 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
 
     data: dict[nn.Parameter, Tensor] = {}
     for name, kept in along.items():
-        values = data[model.get_parameter(name)] = model.get_parameter(name).data.clone()
-        for axis, index in kept:
-            dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
-            values.index_fill_(axis, dropped.to(values.device), torch.nan)
+        values = model.get_parameter(name).data
+        for axis, index in ((axis, index.to(values.device)) for axis, index in kept):
+            values = torch.full_like(values, torch.nan).index_copy(axis, index, values.index_select(axis, index))
+        data[model.get_parameter(name)] = values
     with observing(model), holding_data(data):
         output = answered(model, example, cuts, see)
     return bool(reached) and all(reached) and not bool(output.isnan().any())
