@@ -133,7 +133,7 @@ def test_one_layer_for_queries_keys_and_values_keeps_the_same_heads_of_each(
     reads = torch.tensor(
         [[h == (which if kind == "q" else which * group + h % group) for kind, which in table] for h in range(heads)]
     ).repeat_interleave(size, 1)
-    attention = Attention("", size, {"qkv": reads})
+    attention = Attention(size, {"qkv": reads})
     choice = HeadChoice([attention], 0.5, torch.Generator().manual_seed(0), {}, ())
     kept = choice.outputs("qkv", len(table) * size)
     assert kept is not None

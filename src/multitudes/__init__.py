@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.lora import lora
     from multitudes.methods.masksembles import masksembles
     from multitudes.methods.mimo import mimo
-    from multitudes.methods.packed import packed
+    from multitudes.methods.packed import narrow, packed
     from multitudes.methods.patching import family, patched
     from multitudes.methods.smoothing import head, smooth
     from multitudes.methods.snapshots import cyclic_lr, cyclic_sgmcmc, snapshots
@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.storage.onnx import to_onnx
     from multitudes.storage.save import load, save
     from multitudes.surgery.check import check
-    from multitudes.surgery.narrow import narrow
     from multitudes.training.fit import fit
     from multitudes.training.recorder import Recorder
 
@@ -127,7 +126,7 @@ HOMES = {
     "methods.lora": "lora",
     "methods.masksembles": "masksembles",
     "methods.mimo": "mimo",
-    "methods.packed": "packed",
+    "methods.packed": "narrow packed",
     "methods.patching": "family patched",
     "methods.smoothing": "head smooth",
     "methods.snapshots": "cyclic_lr cyclic_sgmcmc snapshots",
@@ -139,7 +138,6 @@ HOMES = {
     "storage.onnx": "to_onnx",
     "storage.save": "load save",
     "surgery.check": "check",
-    "surgery.narrow": "narrow",
     "training.fit": "fit",
     "training.recorder": "Recorder",
 }

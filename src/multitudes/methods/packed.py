@@ -13,6 +13,8 @@ side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +22,7 @@ from multitudes.core.calling import Input
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.members import Members
+from multitudes.core.multitude import Multitude
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
 from multitudes.surgery.layers import Factory, Selector
@@ -75,10 +78,11 @@ def packed(
     >>> net.member(0)[0]
     Linear(in_features=8, out_features=32, bias=True)
     """
-    if (build := build_function(model)) is not None:
+    build = build_function(model)
+    if build is not None:
         refuse_options(gamma, min_channels, layers, init, heads)
-        return _packed_by(build, members, alpha, example, task, seed)
-    start = Start(model, members, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
+    whole: nn.Module | Factory = model if build is None else partial(whole_network, build)  # type: ignore[assignment]
+    start = Start(whole, members, init, heads, example=example, seed=seed)
     alpha = min(2, members) if alpha is None else alpha
     check_number("alpha", alpha, 0, high=members, above=True)
     check_count("gamma", gamma)
@@ -96,25 +100,48 @@ def packed(
             yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))
 
     with start.seeded():
-        ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
-        net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
+        if build is None:
+            ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
+            given = start.apart(networks(), ways_out)
+        else:
+            built = built_at(build, alpha / members, members, start.network, example)
+            given = start.apart(built, "set no seed in it")
+        net = Members(given, members).like(start.given, task)
     net.notes = start.noted(notes)
-    net.notes["total"] = f"alpha {alpha:g}, gamma {gamma}, {_size(net, start.network)}"
+    how = f"gamma {gamma}" if build is None else f"build({alpha / members:g})"
+    net.notes["total"] = f"alpha {alpha:g}, {how}, {_size(net, start.network)}"
     return net
 
 
-def _packed_by(
-    build: Build, members: int, alpha: float | None, example: Input | None, task: str | None, seed: int | None
-) -> Members:
-    """The Packed-Ensemble whose members `build(alpha / members)` constructs."""
-    start = Start(lambda: whole_network(build), members, None, seed=seed)
-    alpha = min(2, members) if alpha is None else alpha
-    check_number("alpha", alpha, 0, high=members, above=True)
-    with start.seeded():
-        networks = built_at(build, alpha / members, members, start.network, example)
-        net = Members(start.apart(networks, "set no seed in it"), members).like(start.given, task)
-    net.notes["total"] = f"alpha {alpha:g}, build({alpha / members:g}), {_size(net, start.network)}"
-    return net
+def narrow(
+    model: nn.Module | Factory | Build,
+    factor: float,
+    gamma: int = 1,
+    *,
+    min_channels: int = 64,
+    layers: Selector = None,
+    example: Input | None = None,
+    init: str | None = None,
+    heads: Selector = None,
+    seed: int | None = None,
+) -> nn.Module:
+    """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
+
+    It is the member of a Packed-Ensemble of one, and all arguments mean what they mean in `packed`.
+
+    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    >>> narrow(model, 0.5)
+    Sequential(
+      (0): Linear(in_features=8, out_features=32, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=32, out_features=3, bias=True)
+    )
+    """
+    if isinstance(model, Multitude):
+        raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
+    check_number("factor", factor, 0, high=1, above=True)
+    options: dict[str, Any] = {"layers": layers, "example": example, "init": init, "heads": heads, "seed": seed}
+    return packed(model, 1, factor, gamma, min_channels=min_channels, **options).member(0)
 
 
 def _size(net: Members, model: nn.Module) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, plain_attention
+from multitudes.core.calling import Input
 from multitudes.core.member_layer import MemberLayer
-from multitudes.core.trace import hooked, observing
+from multitudes.core.trace import observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
 from multitudes.surgery.cuts import attention_maps, is_attention
 from multitudes.surgery.layers import is_frozen
-from multitudes.surgery.observe import read_by
+from multitudes.surgery.observe import Read, answered
 
 
 def keep_scale(
@@ -30,82 +30,65 @@ def keep_scale(
     is the root mean square over an example, biases aside. Layers are set in the order in which they run, each
     behind those that are set already.
     """
-    sizes: dict[tuple[str, int], Tensor] = {}
+    wanted: dict[str, list[Tensor]] = {}
 
-    def measure(name: str, layer: nn.Module, y: Tensor) -> None:
-        sizes.setdefault((name, 0), _size(layer, y, kept[name]))
+    def measure(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        made = [*(made for _, made in _inner_maps(layer, read)), _without_bias(layer, y)]
+        wanted.setdefault(name, [_size(each, axis_of(_last_map(layer)), kept[name]) for each in made])
+        return y
 
-    def measure_maps(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        for place, (_, y) in enumerate(_mapped(layer, args, kwargs), 1):
-            sizes.setdefault((name, place), _root(y if kept[name] is None else y[..., kept[name]]))
-
-    def adjust(name: str, layer: nn.Module, y: Tensor) -> Tensor | None:
-        size = _size(layer, y)
-        if (name, 0) not in sizes or not (size > 0 and sizes[name, 0] > 0):
-            return None
-        if is_frozen(_inner(layer)) and not hasattr(layer, "scale"):
-            return None
-        factor = sizes.pop((name, 0)) / size
-        _scale(layer, factor)
-        return y + _without_bias(layer, y) * (factor - 1)
-
-    def adjust_maps(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        for place, (weight, y) in enumerate(_mapped(layer, args, kwargs), 1):
-            if _root(y) > 0 and sizes.get((name, place), 0) > 0 and not is_frozen(layer):
-                weight.mul_(sizes.pop((name, place)) / _root(y))
+    def adjust(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        if name not in wanted:
+            return y
+        *inner, last = wanted.pop(name)
+        if is_attention(layer) and not is_frozen(layer):
+            for (weight, made), size in zip(_inner_maps(layer, read), inner, strict=True):
+                weight.mul_(_ratio(size, _size(made)))
+            y = layer.forward(*read.inputs, *read.args, **read.kwargs)[0]
+        if is_frozen(_last_map(layer)) and not hasattr(layer, "scale"):
+            return y
+        ratio = _ratio(last, _size(_without_bias(layer, y)))
+        _scale(layer, ratio)
+        return y + _without_bias(layer, y) * (ratio - 1)
 
     names = [name for name in kept if not isinstance(model.get_submodule(name), RECURRENT)]  # bounded whatever it sees
-    _run(model, example, names, measure, measure_maps)
-    _run(converted, own_example, names, adjust, adjust_maps)
+    for network, x, see in ((model, example, measure), (converted, own_example, adjust)):
+        with observing(network):
+            answered(network, x, names, see)
 
 
-def _run(model: nn.Module, example: Input, names: list[str], see: Any, begin: Any) -> None:
-    def seen(name: str, layer: nn.Module, _: Any, y: Any) -> Any:
-        if isinstance(y, Tensor):
-            return see(name, layer, y)
-        changed = see(name, layer, y[0])  # of attention
-        return None if changed is None else (changed, *y[1:])
-
-    with observing(model), plain_attention(), hooked(model, names, seen, begin):
-        call(model, example)
-
-
-def _mapped(layer: nn.Module, args: Any, kwargs: Any) -> list[tuple[Tensor, Tensor]]:
+def _inner_maps(layer: nn.Module, read: Read) -> list[tuple[Tensor, Tensor]]:
     """The maps of attention to queries, keys and values, and what they make of its inputs, biases aside."""
     if not is_attention(layer):
         return []
-    inputs = read_by(layer, args, kwargs).inputs
-    return [(weight, F.linear(x, weight)) for weight, x in zip(attention_maps(layer), inputs, strict=True)]
+    return [(weight, F.linear(x, weight)) for weight, x in zip(attention_maps(layer), read.inputs, strict=True)]
 
 
-def _inner(layer: Any) -> Any:
+def _last_map(layer: Any) -> Any:
     """The layer that gives the output: of attention its last map."""
     layer = layer.layer if isinstance(layer, MemberLayer) else layer
     return layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
 
 
-def _scale(layer: Any, factor: Tensor) -> None:
-    if is_computed(_inner(layer)) or (is_frozen(_inner(layer)) and hasattr(layer, "scale")):
-        layer.scale *= factor.item()
+def _scale(layer: Any, ratio: Tensor) -> None:
+    last = _last_map(layer)
+    if is_computed(last) or is_frozen(last):
+        layer.scale *= ratio.item()
     else:
-        _inner(layer).weight.data.mul_(factor)
+        last.weight.data.mul_(ratio)
 
 
-def _size(layer: nn.Module, y: Tensor, outputs: Tensor | None = None) -> Tensor:
-    y = _without_bias(layer, y)
-    if outputs is not None:
-        y = y.index_select(axis_of(_inner(layer)), outputs.to(y.device))
-    return _root(y)
-
-
-def _root(y: Tensor) -> Tensor:
+def _size(y: Tensor, axis: int = -1, outputs: Tensor | None = None) -> Tensor:
+    y = y if outputs is None else y.index_select(axis, outputs.to(y.device))
     return y.float().square().mean().sqrt()
 
 
+def _ratio(size: Tensor, now: Tensor) -> Tensor:
+    return size / now if size > 0 and now > 0 else now.new_ones(())
+
+
 def _without_bias(layer: nn.Module, y: Tensor) -> Tensor:
-    bias = getattr(_inner(layer), "bias", None)
+    bias = getattr(_last_map(layer), "bias", None)
     if bias is None:
         return y
-    shape = [1] * y.dim()
-    shape[axis_of(_inner(layer))] = -1
-    return y - bias.data.view(shape)
+    return y - bias.data.unflatten(0, (-1, *[1] * (-1 - axis_of(_last_map(layer)))))

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from multitudes.core.attention import Attention as Arguments
+from multitudes.core.attention import dropped
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
-from multitudes.surgery.cuts import CannotNarrow, is_attention, makes, output_axis
-from multitudes.surgery.layers import within
+from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention, scaled
 from multitudes.surgery.observe import Read, answered
 
 __all__ = ["Attention", "HeadChoice", "Pattern", "choose", "observe_attention"]
@@ -36,9 +37,8 @@ _GROUPS = {"view", "reshape", "unflatten", "channel_shuffle", "pixel_shuffle"}
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention: the module that computes it, and the channels that its heads read."""
+    """One attention: the channels that its heads read."""
 
-    place: str
     size: int
     """The channels of a head's queries."""
     reads: Mapping[str, Tensor]
@@ -64,7 +64,7 @@ class Attention:
 
 
 class _Observed(TorchFunctionMode):
-    """Find each attention of a run: torch's own layer or function, or a softmax of a product.
+    """Find each attention of a run: torch's own layer, or a product with a softmax of a product.
 
     Layers give random numbers meanwhile, of which gradients are taken.
     """
@@ -76,38 +76,34 @@ class _Observed(TorchFunctionMode):
         self.patterns: dict[int, Pattern] = {}  # how axes are taken apart, by their size
         self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and what they give
         self.sizes: dict[tuple[int, ...], int] = {}  # of products, by their shape: the last axis of what they multiply
-        self.weights: set[tuple[int, ...]] = set()  # the shapes of the weights that values are multiplied with next
+        self.scores: Tensor | None = None  # of a softmax, whose weights values are multiplied with next
         self.generator = torch.Generator().manual_seed(0)
 
     def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
         """Let a layer give random numbers."""
         with torch._C.DisableTorchFunction():
             made = torch.randn(y.shape, generator=self.generator).to(y).requires_grad_()
-            self.made.append((name, output_axis(layer), made))
+            self.made.append((name, form_of(layer).axis, made))
             if is_attention(layer):
                 reads = torch.eye(layer.num_heads, dtype=torch.bool).repeat_interleave(layer.head_dim, 1)
-                self.found.append(Attention(name, layer.head_dim, {name: reads}))
+                self.found.append(Attention(layer.head_dim, {name: reads}))
             return made * 1  # which the network's code may change in place
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
         name, kwargs, running = getattr(function, "__name__", ""), kwargs or {}, self.run.running
-        if running and makes(running[-1].module):
-            return result
+        if running and form_of(running[-1].module).makes:
+            return function(*args, **kwargs)
+        if function is F.scaled_dot_product_attention:
+            with self:
+                return dropped(lambda weights: weights, Arguments(*args, **kwargs))
+        result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             tensors = tensors_in((*args, *kwargs.values()))
-            if function is F.scaled_dot_product_attention:
-                query, key, value, *mask = tensors
-                group = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
-                shared = [x if group == 1 else x.repeat_interleave(group, -3) for x in (key, value)]
-                mask = [x for x in mask if x.dim() > 2 and x.shape[-3] == query.shape[-3]]
-                self._note(list(zip(*map(self._heads, (query, *shared, *mask)), strict=True)), query.shape[-1])
-            elif name in _PRODUCTS and isinstance(result, Tensor):
+            if name in _PRODUCTS and isinstance(result, Tensor):
+                self._note(function, args, kwargs)
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
-                self._note_values(function, args, kwargs)
             elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
-                self._note([[scores] for scores in self._heads(tensors[0])], self.sizes[tuple(tensors[0].shape)])
-                self.weights = {tuple(tensors[0].shape), tuple(tensors[0].mT.shape)}
+                self.scores = tensors[0]
             elif name in _PARTS | _GROUPS:
                 self._take_apart(name, tensors[0], result, args)
         return result
@@ -118,26 +114,23 @@ class _Observed(TorchFunctionMode):
             return x.unbind(-3) if x.dim() > 2 else [x]
         return [x[index] for index in dict.fromkeys([*range(len(x) // self.batch), *range(0, len(x), self.batch)])]
 
-    def _note(self, heads: Sequence[Sequence[Tensor]], size: int) -> None:
-        """Record an attention by what each of its heads computes with."""
-        reads = self._reads(heads)
-        place = [run.name for run in self.run.running if any(within(name, run.name) for name in reads)]
-        if place:
-            self.found.append(Attention(place[-1], size, reads))
+    def _note(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Record an attention, if a product multiplies values with the weights of a softmax.
 
-    def _note_values(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Record which values each head reads: those that come through when the other heads' weights are zero."""
-        weights = next((x for x in tensors_in(args) if tuple(x.shape) in self.weights), None)
-        if weights is None or not self.found:
+        A head reads what its scores are made of, and the values that come through if other heads' weights are zero.
+        """
+        scores = self.scores
+        shapes = [] if scores is None else [scores.shape, scores.mT.shape]
+        weights = next((x for x in tensors_in(args) if x.shape in shapes), None)
+        if scores is None or weights is None:
             return
-        self.weights, products = set(), []
-        for index, head in enumerate(self._heads(weights)):
+        self.scores, heads = None, []
+        for index, head in enumerate(self._heads(scores)):
             alone = torch.zeros_like(weights)
-            self._heads(alone)[index].copy_(head.detach())
-            products.append([function(*[alone if x is weights else x for x in args], **kwargs)])
-        before, values = self.found[-1].reads, self._reads(products)
-        both = {name: each | values[name] if name in values else each for name, each in before.items()}
-        self.found[-1] = replace(self.found[-1], reads=values | both)
+            self._heads(alone)[index].copy_(self._heads(weights)[index].detach())
+            heads.append([head, function(*[alone if x is weights else x for x in args], **kwargs)])
+        if reads := self._reads(heads):
+            self.found.append(Attention(self.sizes[tuple(scores.shape)], reads))
 
     def _reads(self, heads: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """Whether heads read the channels of layers, `[H, C]` by layer: where a random gradient does not vanish."""
@@ -213,10 +206,12 @@ class HeadChoice:
         generator: torch.Generator,
         counts: Mapping[str, int],
         whole: Collection[str],
+        patterns: Mapping[int, Pattern] = {},
     ) -> None:
         self.found, self.factor, self.generator = found, factor, generator
-        self.counts, self.whole = counts, whole
-        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.counts, self.whole, self.patterns = counts, whole, patterns
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
     def sources(self) -> set[str]:
@@ -229,8 +224,22 @@ class HeadChoice:
         pairs = {len(a.groups[0]): len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found}
         return {before: after for before, after in pairs.items() if before > 1}
 
-    def outputs(self, name: str, width: int) -> Tensor | None:
-        """The kept channels of a layer of some width; None where attention does not bind them."""
+    def outputs(self, name: str, width: int) -> Tensor:
+        """The kept channels of a layer of some width."""
+        if name in self.whole:
+            return torch.arange(width)
+        count, bound = self.counts.get(name), self._bound(name, width)
+        if bound is not None and count in (None, len(bound)):
+            return bound
+        pattern = self.patterns.get(width, (1, 1))
+        unit = math.prod(pattern)
+        count = count or scaled(width, self.factor / unit) * unit
+        if (width, count) not in self._chosen:
+            self._chosen[width, count] = choose(width, count, self.generator, pattern)
+        return self._chosen[width, count]
+
+    def _bound(self, name: str, width: int) -> Tensor | None:
+        """The channels of the kept heads; None where attention does not bind a layer's."""
         for attention in self.found:
             if name in attention.reads:
                 reads = attention.reads[name]
@@ -250,41 +259,38 @@ class HeadChoice:
         rounded = f", rounded up from {exact:.3g}" if name not in self.whole and kept > exact + 1e-9 else ""
         return f"{attention.heads} heads -> {kept}{rounded}"
 
-    def inside(self, place: str) -> dict[int, Tensor]:
-        """The kept groups and heads, by how many there were, of the attentions in a module, or that it is in."""
-        near = [a for a in self.found if within(place, a.place) or within(a.place, place)]
-        return {len(a.groups): self.kept(a)[1] for a in near} | {a.heads: self.kept(a)[0] for a in near}
+    @property
+    def entries(self) -> dict[int, Tensor]:
+        """The kept groups and heads, by how many there were, of which tables have entries."""
+        return {len(a.groups): self.kept(a)[1] for a in self.found} | {a.heads: self.kept(a)[0] for a in self.found}
 
     def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
         """The kept heads, and the kept groups."""
-        kind = attention.heads, len(attention.groups), attention.size
+        kind = attention.heads, len(attention.groups)
         if kind not in self._kept:
-            self._kept[kind] = self._choose(attention)
+            groups = torch.tensor(attention.groups)
+            heads, shared = self._counts(attention)
+            kept = choose(len(groups), shared, self.generator)
+            each = choose(groups.shape[1], heads // shared, self.generator)
+            self._kept[kind] = groups[kept][:, each].flatten().sort().values, kept
         return self._kept[kind]
-
-    def _choose(self, attention: Attention) -> tuple[Tensor, Tensor]:
-        groups = torch.tensor(attention.groups)
-        heads, shared = self._counts(attention)
-        kept = choose(len(groups), shared, self.generator)
-        each = choose(groups.shape[1], heads // shared, self.generator)
-        return groups[kept][:, each].flatten().sort().values, kept
 
     def _counts(self, attention: Attention) -> tuple[int, int]:
         """Return how many heads are kept, and how many groups."""
         heads, shared = attention.heads, len(attention.groups)
-        alike = [a for a in self.found if (a.heads, len(a.groups), a.size) == (heads, shared, attention.size)]
+        alike = [a for a in self.found if (a.heads, len(a.groups)) == (heads, shared)]
         if any(name in self.whole for each in alike for name in each.reads):
             return heads, shared
-        kept = {heads: math.ceil(round(heads * self.factor, 9)), shared: math.ceil(round(shared * self.factor, 9))}
+        kept = {heads: scaled(heads, self.factor), shared: scaled(shared, self.factor)}
         for each in alike:
             for name, reads in each.reads.items():
-                if name in self.counts and (of := reads.shape[1] // attention.size) in kept and reads.any(0).all():
-                    if self.counts[name] % attention.size:
+                if name in self.counts and (of := reads.shape[1] // each.size) in kept and reads.any(0).all():
+                    if self.counts[name] % each.size:
                         raise CannotNarrow(
                             f"layer {name!r} would make {self.counts[name]} of {reads.shape[1]} channels, which are "
-                            f"no whole heads of {attention.size}"
+                            f"no whole heads of {each.size}"
                         )
-                    kept[of] = self.counts[name] // attention.size
+                    kept[of] = self.counts[name] // each.size
         return math.ceil(kept[heads] / kept[shared]) * kept[shared], kept[shared]
 
 

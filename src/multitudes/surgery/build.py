@@ -65,19 +65,16 @@ def built_at(build: Build, width: float, count: int, whole: nn.Module, example: 
     All must have one architecture, fewer parameters than `whole`, and predictions of its shape on the example; where
     none is given, on noise of the most usual size if that fits.
     """
-    first: nn.Module | None = None
     given: list[nn.Module] = []
     for _ in range(count):
         network = plain(_call(build, width))
         if any(network is other for other in given):
             raise ValueError("model must build a new network whenever it is called, got the same one twice")
-        if first is None:
-            first = network
-            _check_narrower(network, whole, width)
-            _check_ends(network, whole, width, example)
+        if not given:
+            _check_narrower(network, whole, width, example)
         else:
             try:
-                check_architecture(first, network, len(given))
+                check_architecture(given[0], network, len(given))
             except ValueError as error:
                 raise ValueError(f"model({width:g}) must build the same architecture in every call: {error}") from error
         given.append(network)
@@ -98,20 +95,14 @@ def _call(build: Build, width: float) -> nn.Module:
     return network
 
 
-def _size(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
-def _check_narrower(network: nn.Module, whole: nn.Module, width: float) -> None:
-    if width < 1 and _size(network) >= _size(whole):
+def _check_narrower(network: nn.Module, whole: nn.Module, width: float, example: Input | None) -> None:
+    """Compare the two networks' sizes, and the shapes of their predictions on an example."""
+    small, large = (sum(parameter.numel() for parameter in each.parameters()) for each in (network, whole))
+    if width < 1 and small >= large:
         raise ValueError(
-            f"model({width:g}) has {_size(network)} parameters, and model(1) {_size(whole)}: the function must build a "
-            "narrower network for a smaller width"
+            f"model({width:g}) has {small} parameters, and model(1) {large}: the function must build a narrower "
+            "network for a smaller width"
         )
-
-
-def _check_ends(network: nn.Module, whole: nn.Module, width: float, example: Input | None) -> None:
-    """Compare the shapes of the two networks' predictions on an example."""
     x = cheap_example(whole) if example is None else example
     if x is None:
         return

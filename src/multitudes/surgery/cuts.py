@@ -25,6 +25,11 @@ LAST_NORMS = (nn.LayerNorm, nn.RMSNorm)
 FOLLOWING: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm, *LAST_NORMS, nn.PReLU)
 """Layers whose outputs are their inputs' channels."""
 
+_NUMBERS = ("num_features", "num_channels", "num_parameters")
+_INPUTS = ("in_features", "in_channels", "num_embeddings", "embed_dim", *_NUMBERS)
+_OUTPUTS = ("out_features", "out_channels", "embedding_dim", "embed_dim")
+"""How torch's layers call their widths."""
+
 
 class CannotNarrow(ValueError):
     """The reason why a network cannot be narrowed, and the two ways out."""
@@ -34,6 +39,31 @@ class CannotNarrow(ValueError):
             f"{reason}; pass a function instead, packed(build, ...), where build(width) constructs the network at that "
             "fraction of its width, or keep it whole, by deep_ensemble"
         )
+
+
+def scaled(value: int, factor: float) -> int:
+    """A width or a number of heads at a fraction of its size, rounded up."""
+    return math.ceil(round(value * factor, 9))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How many channels a layer reads and makes, and their axis; none are made where the layer is not known."""
+
+    inputs: int = 0
+    outputs: int = 0
+    axis: int = -1
+    follows: bool = False
+    """Whether its outputs are its inputs' channels."""
+    affine: AffineMap | None = None
+    """The map that a layer of another class computes, as Hugging Face's `Conv1D` does."""
+    dims: int = 0
+    """How many dimensions the inputs of a layer of another class have, which follows channels, as norms do."""
+
+    @property
+    def makes(self) -> bool:
+        """Whether a layer makes channels of its own, in a way that is known and can be cut."""
+        return self.outputs > 0 and not self.follows
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +111,29 @@ class GroupedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, groups={self.groups}"
 
 
-def width_of(layer: Any) -> int:
-    """The number of channels that a layer makes."""
-    if isinstance(layer, nn.Embedding):
-        return layer.embedding_dim
-    if is_attention(layer):
-        return int(layer.embed_dim)
-    if (affine := foreign_map(layer)) is not None:
-        return affine.widths(layer.weight.shape)[1]
-    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
-
-
-def makes(layer: nn.Module) -> bool:
-    """Whether a layer makes channels of its own, in a way that is known and can be cut."""
+def form_of(layer: Any) -> Form:
+    """The channels of a layer: by its class where that is torch's own, else by what is observed of it."""
+    if _inherits(layer, LAST_NORMS):
+        width = int(layer.normalized_shape[0])
+        return Form(width, width, -len(layer.normalized_shape), follows=True)
+    if _inherits(layer, FOLLOWING):
+        return Form(_width(layer, _INPUTS), _width(layer, _INPUTS), 1, follows=True)
     kind = kind_of(layer)
-    if kind in PRODUCTS:
-        return not is_computed(layer)
-    return isinstance(layer, nn.Embedding) or is_attention(layer) or foreign_map(layer) is not None
+    if isinstance(layer, nn.Embedding) or is_attention(layer) or (kind in PRODUCTS and not is_computed(layer)):
+        axis = 1 if kind in (*CONVOLUTIONS, *TRANSPOSED) else -1
+        return Form(_width(layer, _INPUTS), _width(layer, _OUTPUTS), axis)
+    if layer not in _others:
+        _others[layer] = _form_of_other(layer)
+    return _others[layer]
+
+
+def _width(layer: Any, names: tuple[str, ...]) -> int:
+    return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
+
+
+def _inherits(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a layer runs the `forward` of one of these classes."""
+    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in kinds)
 
 
 def is_attention(layer: nn.Module) -> bool:
@@ -112,45 +148,6 @@ def attention_maps(layer: Any) -> Sequence[Tensor]:
     return [getattr(layer, f"{each}_proj_weight").data for each in "qkv"]
 
 
-def follows(layer: nn.Module) -> bool:
-    """Whether a layer's outputs are its inputs' channels."""
-    return _inherits(layer, FOLLOWING) or channel_axis(layer) is not None
-
-
-def _inherits(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a layer runs the `forward` of one of these classes."""
-    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in kinds)
-
-
-def input_axis(layer: nn.Module) -> int:
-    """The axis of channels in what a layer sees."""
-    if (axis := channel_axis(layer)) is not None:
-        return axis
-    if isinstance(layer, LAST_NORMS):
-        return -len(layer.normalized_shape)
-    return -1 if isinstance(layer, nn.Linear) or is_attention(layer) or foreign_map(layer) is not None else 1
-
-
-def output_axis(layer: nn.Module) -> int:
-    """The axis of channels in what a layer makes."""
-    last = isinstance(layer, nn.Linear | nn.Embedding) or is_attention(layer) or foreign_map(layer) is not None
-    return -1 if last else 1
-
-
-def inputs_of(layer: Any) -> int:
-    """The number of channels that a layer reads."""
-    if channel_axis(layer) is not None:
-        return _numbers(layer)
-    if isinstance(layer, LAST_NORMS):
-        return int(layer.normalized_shape[0])
-    if (affine := foreign_map(layer)) is not None:
-        return affine.widths(layer.weight.shape)[0]
-    if is_attention(layer):
-        return int(layer.embed_dim)
-    names = ("in_features", "in_channels", "num_features", "num_channels", "num_embeddings", "num_parameters")
-    return next(int(getattr(layer, name)) for name in names if hasattr(layer, name))
-
-
 def is_depthwise(layer: Any) -> bool:
     """Whether each output channel sees one input channel alone, so that its outputs are its inputs'."""
     return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1
@@ -158,30 +155,18 @@ def is_depthwise(layer: Any) -> bool:
 
 def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
     """A smaller layer of the same class, with the kept channels' weights."""
-    if channel_axis(layer) is not None:
-        return _cut_norm(layer, cut.inputs, name)
-    if (affine := foreign_map(layer)) is not None:
-        return _cut_map(layer, affine, cut, name)
-    small, inputs = copied(layer), len(cut.inputs)
+    form, small = form_of(layer), copied(layer)
+    if is_attention(layer):
+        return _cut_attention(layer, small, cut, name)
+    if form.affine is not None:
+        return _cut_map(layer, small, form.affine, cut, name)
+    if form.follows:
+        return _cut_following(layer, small, cut.inputs, name)
     if isinstance(layer, nn.Embedding):
         small.embedding_dim = len(cut.outputs)
         small.weight = nn.Parameter(layer.weight.data[:, cut.outputs].clone())
         return small
-    if is_attention(layer):
-        return _cut_attention(layer, small, cut, name)
-    if not follows(layer):
-        return _cut_product(layer, small, cut, name)
-    if isinstance(layer, LAST_NORMS):
-        small.normalized_shape = (inputs, *layer.normalized_shape[1:])
-    elif isinstance(layer, nn.GroupNorm):
-        small.num_channels, small.num_groups = inputs, norm_groups(layer, inputs)
-    elif not isinstance(layer, nn.PReLU):
-        small.num_features = inputs
-    elif layer.num_parameters == 1:
-        return small
-    else:
-        small.num_parameters = inputs
-    return _indexed(small, cut.inputs)
+    return _cut_product(layer, small, cut, name)
 
 
 def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
@@ -253,86 +238,72 @@ def norm_groups(layer: nn.GroupNorm, width: int) -> int:
     return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
 
 
-def _indexed(layer: nn.Module, kept: Tensor) -> nn.Module:
-    """Keep some entries of all of a layer's per-channel parameters and buffers."""
-    axis = 0 if _inherits(layer, FOLLOWING) else -1
-    for name, parameter in layer.named_parameters():
-        values = parameter.data.index_select(axis, kept.to(parameter.device))
-        setattr(layer, name, nn.Parameter(values))
-    for name, buffer in layer.named_buffers():
+def _cut_following(layer: Any, small: Any, kept: Tensor, name: str) -> nn.Module:
+    """A smaller norm, or another layer with numbers for each channel."""
+    form, count = form_of(layer), len(kept)
+    if form.inputs == 1:  # one number for all channels
+        return small
+    axis = -1 if form.dims else 0
+    for own, parameter in layer.named_parameters():
+        setattr(small, own, nn.Parameter(parameter.data.index_select(axis, kept.to(parameter.device))))
+    for own, buffer in layer.named_buffers():
         if buffer.dim():
-            setattr(layer, name, buffer.index_select(axis, kept.to(buffer.device)))
-    return layer
+            setattr(small, own, buffer.index_select(axis, kept.to(buffer.device)))
+    if form.dims:
+        return _follow_width(layer, small, count, name)
+    if isinstance(layer, LAST_NORMS):
+        small.normalized_shape = (count, *layer.normalized_shape[1:])
+    for number in _NUMBERS:
+        if hasattr(layer, number):
+            setattr(small, number, count)
+    if isinstance(layer, nn.GroupNorm):
+        small.num_groups = norm_groups(layer, count)
+    return small
 
 
 # -- layers of other classes ---------------------------------------------------------------------------------
 
-_maps: WeakKeyDictionary[nn.Module, AffineMap | None] = WeakKeyDictionary()
-_norms: WeakKeyDictionary[nn.Module, tuple[int, int] | None] = WeakKeyDictionary()
+_others: WeakKeyDictionary[nn.Module, Form] = WeakKeyDictionary()
 
 
-def foreign_map(layer: nn.Module) -> AffineMap | None:
-    """The affine map that a layer of another class computes, as Hugging Face's `Conv1D` does; None where none is."""
-    if layer not in _maps:
-        own = (
-            kind_of(layer) is None
-            and not isinstance(layer, nn.Embedding)
-            and any(p is not None for p in layer._parameters.values())
-        )
-        found = maps_of(layer) if own else ()
-        _maps[layer] = found[0] if len(found) == 1 else None
-    return _maps[layer]
+def _form_of_other(layer: Any) -> Form:
+    """Observe a layer of another class: it computes an affine map, or it follows its channels, as norms and scales do.
 
-
-def channel_axis(layer: nn.Module) -> int | None:
-    """The axis of channels of a layer of another class that follows them, as norms and scales do; else None.
-
-    Such a layer has a number for each channel in each of its parameters, and with permuted channels and numbers it
-    gives the permuted output.
+    A layer that follows has a number for each channel in each of its parameters, and with permuted channels and numbers
+    it gives the permuted output.
     """
-    found = _observed_norm(layer)
-    return None if found is None else found[0]
-
-
-def _observed_norm(layer: nn.Module) -> tuple[int, int] | None:
-    """The axis of channels, and how many dimensions the inputs have."""
-    if layer not in _norms:
-        able = _has_one_number_a_channel(layer)
-        _norms[layer] = next((form for form in ((-1, 3), (-1, 4), (1, 4)) if able and _permutes(layer, form)), None)
-    return _norms[layer]
-
-
-def _has_one_number_a_channel(layer: nn.Module) -> bool:
     parameters = [p for p in layer._parameters.values() if p is not None]
+    if not parameters or kind_of(layer) is not None:
+        return Form()
+    if len(maps := maps_of(layer)) == 1:
+        return Form(*maps[0].widths(layer.weight.shape), affine=maps[0])
     tensors = [*parameters, *(b for b in layer._buffers.values() if b is not None and b.dim())]
     sizes = {size for t in tensors for size in (t.numel(), t.shape[-1] if t.dim() else 1)}
     foreign = not type(layer).forward.__module__.startswith(("torch.", "multitudes.")) and "forward" not in vars(layer)
-    return bool(parameters) and len(sizes) == 1 and min(sizes) > 1 and foreign and not layer._modules
+    if len(sizes) > 1 or (width := min(sizes)) < 2 or not foreign or layer._modules:
+        return Form()
+    forms = [Form(width, width, axis, follows=True, dims=dims) for axis, dims in ((-1, 3), (-1, 4), (1, 4))]
+    return next((form for form in forms if _permutes(layer, form)), Form())
 
 
 @torch.no_grad()
-def _permutes(layer: nn.Module, form: tuple[int, int]) -> bool:
-    axis, width = form[0], _numbers(layer)
-    x, values = _probe(layer, form, width)
-    order = torch.randperm(width, generator=torch.Generator().manual_seed(0))
-    order = order.flip(0) if torch.equal(order, torch.arange(width)) else order
+def _permutes(layer: nn.Module, form: Form) -> bool:
+    x, values = _probe(layer, form, form.inputs)
+    order = torch.randperm(form.inputs, generator=torch.Generator().manual_seed(0))
+    order = order.flip(0) if torch.equal(order, torch.arange(form.inputs)) else order
     try:
         y = _answer(layer, values, x)
-        z = _answer(layer, [value[order] for value in values], x.index_select(axis, order))
+        z = _answer(layer, [value[order] for value in values], x.index_select(form.axis, order))
     except Exception:  # whatever a user's own code may raise: it is no layer of this kind
         return False
     same = isinstance(y, Tensor) and isinstance(z, Tensor) and y.shape == x.shape == z.shape
-    return same and torch.allclose(y.index_select(axis, order), z, equal_nan=True)
+    return same and torch.allclose(y.index_select(form.axis, order), z, equal_nan=True)
 
 
-def _numbers(layer: nn.Module) -> int:
-    return next(parameter.shape[-1] for parameter in layer.parameters())
-
-
-def _probe(layer: nn.Module, form: tuple[int, int], width: int) -> tuple[Tensor, list[Tensor]]:
+def _probe(layer: nn.Module, form: Form, width: int) -> tuple[Tensor, list[Tensor]]:
     """An input of some width, and as many numbers for each of a layer's parameters."""
-    generator, shape = torch.Generator().manual_seed(0), [2, 3, 3, 3][: form[1]]
-    shape[form[0]] = width
+    generator, shape = torch.Generator().manual_seed(0), [2, 3, 3, 3][: form.dims]
+    shape[form.axis] = width
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x, [torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for _ in layer.parameters()]
 
@@ -349,9 +320,9 @@ def _answer(layer: nn.Module, values: Sequence[Tensor], x: Tensor) -> Tensor:
     return y
 
 
-def _cut_map(layer: Any, affine: AffineMap, cut: Cut, name: str) -> nn.Module:
+def _cut_map(layer: Any, small: Any, affine: AffineMap, cut: Cut, name: str) -> nn.Module:
     """A smaller layer that computes its affine map; whole numbers that it holds of its widths follow."""
-    small, weight = copied(layer), layer.weight.data
+    weight = layer.weight.data
     for axis, kept in ((affine.inputs, cut.inputs), (affine.outputs, cut.outputs)):
         weight = weight.index_select(axis, kept.to(weight.device))
     small.weight = nn.Parameter(weight.clone())
@@ -365,29 +336,24 @@ def _cut_map(layer: Any, affine: AffineMap, cut: Cut, name: str) -> nn.Module:
     return small
 
 
-def _cut_norm(layer: nn.Module, kept: Tensor, name: str) -> nn.Module:
-    """A smaller layer with the kept channels' numbers; its width, where it holds that or a root of it, follows."""
-    width, count = _numbers(layer), len(kept)
-    small = _indexed(copied(layer), kept)
+@torch.no_grad()
+def _follow_width(layer: nn.Module, small: nn.Module, count: int, name: str) -> nn.Module:
+    """Set a norm's width, where it holds that or a root of it.
+
+    Both must give the same for channels that repeat, so that neither counts its channels.
+    """
+    form, answers = form_of(layer), []
+    width = form.inputs
     follow: dict[Any, Any] = {width: count, (width,): (count,)} | {width**p: count**p for p in (0.5, -0.5)}
     for key, value in vars(layer).items():
         if isinstance(value, int | float | tuple) and not isinstance(value, bool) and value in follow:
             vars(small)[key] = type(value)(follow[value])
-    if not _answers_alike(layer, small, math.gcd(width, count)):
+    x, values = _probe(layer, form, shared := math.gcd(width, count))
+    for each, times in ((layer, width // shared), (small, count // shared)):
+        y = _answer(each, [value.repeat(times) for value in values], torch.cat([x] * times, form.axis))
+        answers.append(y.narrow(form.axis, 0, shared))
+    if not torch.allclose(answers[0], answers[1], equal_nan=True):
         raise CannotNarrow(
             f"layer {name!r} ({type(layer).__name__}) computes with its width of {width}, which cannot be narrowed"
         )
     return small
-
-
-@torch.no_grad()
-def _answers_alike(layer: nn.Module, small: nn.Module, width: int) -> bool:
-    """Whether both give the same for channels that repeat, so that neither counts its channels."""
-    form, answers = _observed_norm(layer), []
-    assert form is not None
-    x, values = _probe(layer, form, width)
-    for each in (layer, small):
-        times = _numbers(each) // width
-        y = _answer(each, [value.repeat(times) for value in values], torch.cat([x] * times, form[0]))
-        answers.append(y.narrow(form[0], 0, width))
-    return torch.allclose(answers[0], answers[1], equal_nan=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -18,87 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_number
 from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
 from multitudes.core.trace import observing
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import is_computed, kind_of
 from multitudes.surgery.attention import HeadChoice, observe_attention
-from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
-from multitudes.surgery.cuts import (
-    CannotNarrow,
-    Cut,
-    cut_layer,
-    follows,
-    inputs_of,
-    is_attention,
-    is_depthwise,
-    makes,
-    norm_groups,
-    width_of,
-)
+from multitudes.surgery.cuts import CannotNarrow, Cut, Form, cut_layer, form_of, is_attention, is_depthwise, norm_groups
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.initialise import is_hugging_face
-from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Factory, Selector, is_frozen, replace, select, within
+from multitudes.surgery.layers import PRODUCTS, TRANSPOSED, Selector, is_frozen, replace, select, within
 from multitudes.surgery.narrow_config import follow_configs, narrower_models
 from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import example_for, executed
-from multitudes.surgery.start import Start
+from multitudes.surgery.observe import executed
 from multitudes.surgery.watch import Along, Watch, changed, loses_the_same
 
-
-def narrow(
-    model: nn.Module | Factory | Build,
-    factor: float,
-    gamma: int = 1,
-    *,
-    min_channels: int = 64,
-    layers: Selector = None,
-    example: Input | None = None,
-    init: str | None = None,
-    heads: Selector = None,
-    seed: int | None = None,
-) -> nn.Module:
-    """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
-
-    Attention keeps whole heads of the size that they have, and the widths that follow from them. Hugging Face's models
-    are narrowed by their own configurations, which stay true.
-
-    Hidden layers that `layers` selects (all of them by default) are split into `gamma` groups where the widths
-    divide and a group keeps at least `min_channels` inputs. With `init="pretrained"` the kept channels
-    keep their weights, each layer's scaled so that its outputs are as large as they were on the example; with
-    `init="heads"` too, but for the output layers, which are drawn anew (those that are found, or that `heads` selects).
-    Layers with frozen parameters, and those that they read from, are not narrowed, and keep their weights.
-    `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is tried.
-
-    Where `model` is a function of the width, `build(factor)` is returned, compared with `build(1.0)`; see `packed`.
-
-    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
-    >>> narrow(model, 0.5)
-    Sequential(
-      (0): Linear(in_features=8, out_features=32, bias=True)
-      (1): ReLU()
-      (2): Linear(in_features=32, out_features=3, bias=True)
-    )
-    """
-    if (build := build_function(model)) is not None:
-        refuse_options(gamma, min_channels, layers, init, heads)
-        check_number("factor", factor, 0, high=1, above=True)
-        with seeded(seed):
-            return next(built_at(build, factor, 1, whole_network(build), example))
-    start = Start(model, 1, init, heads, example=example, seed=seed)  # type: ignore[arg-type]
-    if isinstance(model := start.given, Multitude):
-        raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
-    check_number("factor", factor, 0, high=1, above=True)
-    check_count("gamma", gamma)
-    with start.seeded():
-        example = example_for(model, example)
-        narrowed, cuts = narrowed_copy(model, factor, gamma, min_channels, layers, example, start.redraws)
-        if factor < 1:
-            warn_of_whole(model, narrowed)
-        return start.begin(narrowed if start.redraws else rescaled(narrowed, model, cuts, example))
+__all__ = ["narrowed_copy", "rescaled", "warn_of_whole"]
 
 
 def narrowed_copy(
@@ -116,27 +51,20 @@ def narrowed_copy(
     whose channels cannot be followed is the one that its configuration gives.
     """
     built = narrower_models(model, factor)
-    grouping = factor, gamma, min_channels, _selected(model, layers)
+    split = _selected(model, layers)
     try:
-        narrowed, cuts = _observed_copy(model, built, grouping, example)
+        narrowed, cuts = _observed_copy(model, built, factor, example, gamma, min_channels, split)
     except ValueError:
         if redrawn and gamma == 1 and "" in built and runs_like(built[""], model, example):
-            return built[""], _widths(model, built[""])
+            forms = {name: form for name, form in _known(built[""]).items() if form.makes}
+            return built[""], {
+                name: Cut(torch.arange(f.inputs), torch.arange(f.outputs), note=f"{f.inputs} -> {f.outputs}, gamma 1")
+                for name, f in forms.items()
+            }
         raise
     if factor < 1 and not built:
         _warn_of_configs(narrowed, model)
     return narrowed, cuts
-
-
-def _widths(model: nn.Module, narrow: nn.Module) -> dict[str, Cut]:
-    """The widths of a narrower network's layers, as cuts."""
-    pairs = {name: (inputs_of(m), width_of(m)) for name, m in _known(narrow).items() if makes(m)}
-    known = {name for name, m in _known(model).items() if makes(m)}
-    return {
-        name: Cut(torch.arange(inputs), torch.arange(width), 1, f"{inputs} -> {width}, gamma 1")
-        for name, (inputs, width) in pairs.items()
-        if name in known
-    }
 
 
 def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
@@ -155,46 +83,45 @@ def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
 
 
 def _observed_copy(
-    model: nn.Module, built: dict[str, nn.Module], grouping: tuple[float, int, int, set[str]], example: Input
+    model: nn.Module,
+    built: dict[str, nn.Module],
+    factor: float,
+    example: Input,
+    gamma: int,
+    min_channels: int,
+    split: set[str],
 ) -> tuple[nn.Module, dict[str, Cut]]:
-    """The narrowed copy by what is observed of the network, and every layer's cut."""
+    """The narrowed copy by what is observed of the network, and every layer's cut; layers in `split` may be grouped."""
     _check_layers(model)
-    factor, gamma, min_channels, grouped = grouping
     known = _known(model)
-    order = executed(model, example, [name for name, module in known.items() if makes(module)])
+    order = executed(model, example, [name for name, form in known.items() if form.makes])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
     counts = {
-        name: width_of(layer)
+        name: form.outputs
         for prefix, network in built.items()
-        for own, layer in _known(network).items()
-        if makes(layer) and (name := f"{prefix}.{own}".strip(".")) in known
+        for own, form in _known(network).items()
+        if form.makes and (name := f"{prefix}.{own}".strip(".")) in known
     }
-    if counts.get(order[-1], 0) != width_of(known[order[-1]]):  # an output layer of the user's own
+    if counts.get(order[-1], 0) != known[order[-1]].outputs:  # an output layer of the user's own
         counts.pop(order[-1], None)
-    twins = _twins(known, order)
+    twins = _twins(model, known, order)
     watch, whole = _watched(model, example, known, order, factor, counts)
-    split, heads = grouped - whole, watch.heads
-    cuts = {
-        name: _grouped(known[name], cut, factor, gamma if name in split else 1, min_channels, heads, name)
-        for name, cut in watch.cuts.items()
-    }
-    along = _along(model, example, cuts, heads, built)
+    cuts = {}
+    for name, cut in watch.cuts.items():
+        wanted = gamma if name in split - whole else 1
+        cuts[name] = _grouped(name, model.get_submodule(name), cut, wanted, min_channels, watch.heads)
+    along = _along(model, example, cuts, watch.heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, [size for size in watch.sizes if not any(within(size.path[0], name) for name in built)])
+    changed(narrowed, {path: s for path, s in watch.sizes.items() if not any(within(path[0], name) for name in built)})
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
-    prove(model, narrowed, cuts, example, along, heads.sources)
+    prove(model, narrowed, cuts, example, along, watch.heads.sources)
     return narrowed, cuts
 
 
 def _watched(
-    model: nn.Module,
-    example: Input,
-    known: dict[str, nn.Module],
-    order: list[str],
-    factor: float,
-    counts: dict[str, int],
+    model: nn.Module, example: Input, known: dict[str, Form], order: list[str], factor: float, counts: dict[str, int]
 ) -> tuple[Watch, set[str]]:
     """Observe every layer's cut and the heads that are kept, and the layers that are not split into groups.
 
@@ -202,20 +129,20 @@ def _watched(
     Face models have by their configurations.
     """
     found, patterns = observe_attention(model, example, order)
-    outputs = _output_layers(model, example)
-    last = {name for name in order if any(within(each, name) for each in outputs)}
+    whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
+    with suppress(ValueError, RuntimeError):  # of code that cannot run with gradients; the proof finds other outputs
+        outputs = final_layers(model, example)
+        whole |= {name for name in order if any(within(each, name) for each in outputs)}
     seed = int(torch.randint(2**62, ()))
 
     def watched(whole: set[str]) -> Watch:
         generator = torch.Generator().manual_seed(seed)
-        whole = whole - {name for name, count in counts.items() if count < width_of(known[name])}
-        heads = HeadChoice(found, factor, generator, counts, whole)
-        watch = Watch(heads, patterns)
+        whole = whole - {name for name, count in counts.items() if count < known[name].outputs}
+        watch = Watch(HeadChoice(found, factor, generator, counts, whole, patterns))
         watch.run(model, example, known)
         return watch
 
     with observing(model):
-        whole = {order[-1], *last} | {name for name in order if is_frozen(known[name])}
         watch = watched(whole)
         if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
             before = executed(model, example, known)
@@ -224,21 +151,12 @@ def _watched(
     return watch, whole | {order[0]}
 
 
-def _output_layers(model: nn.Module, example: Input) -> list[str]:
-    """The layers that give the output, as far as gradients tell; the proof finds others."""
-    try:
-        return final_layers(model, example)
-    except (ValueError, RuntimeError):  # as of code that cannot run with gradients
-        return []
-
-
-def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
+def _twins(model: nn.Module, known: dict[str, Form], order: list[str]) -> dict[str, str]:
     """For tables that do not run themselves, the layer that runs with the same weight; any other is refused."""
-    owners = {id(p): name for name in order for p in known[name].parameters()}
+    owners = {id(p): name for name in order for p in model.get_submodule(name).parameters()}
     twins: dict[str, str] = {}
-    for name, layer in known.items():
-        if not makes(layer) or name in order:
-            continue
+    for name in [name for name, form in known.items() if form.makes and name not in order]:
+        layer = model.get_submodule(name)
         same = {owners.get(id(p)) for p in layer.parameters()}
         other = same.pop() if isinstance(layer, nn.Embedding) and len(same) == 1 else None
         if other is None:
@@ -250,21 +168,35 @@ def _twins(known: dict[str, nn.Module], order: list[str]) -> dict[str, str]:
     return twins
 
 
-def _known(model: nn.Module) -> dict[str, nn.Module]:
+def _known(model: nn.Module) -> dict[str, Form]:
     """The layers that make channels or follow them, by name; what is inside attention belongs to it."""
-    known = {name: module for name, module in model.named_modules() if makes(module) or follows(module)}
-    inside = {f"{name}.out_proj" for name, module in known.items() if is_attention(module)}
-    return {name: module for name, module in known.items() if name not in inside}
+    inside = {f"{name}.out_proj" for name, module in model.named_modules() if is_attention(module)}
+    forms = {name: form_of(module) for name, module in model.named_modules() if name not in inside}
+    return {name: form for name, form in forms.items() if form.outputs}
 
 
 def _selected(model: nn.Module, layers: Selector) -> set[str]:
     """The layers that may be split into groups."""
-    try:
-        return set(select(model, layers, {name: m for name, m in _known(model).items() if kind_of(m) in PRODUCTS}))
-    except ValueError:
-        if layers is None:
-            return set()
-        raise
+    known = {name: model.get_submodule(name) for name in _known(model)}
+    able = {name: layer for name, layer in known.items() if kind_of(layer) in PRODUCTS}
+    return set(select(model, layers, able)) if able or layers is not None else set()
+
+
+def _grouped(name: str, layer: Any, cut: Cut, gamma: int, min_channels: int, heads: HeadChoice) -> Cut:
+    """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
+    inputs, outputs = len(cut.inputs), len(cut.outputs)
+    if form_of(layer).follows:
+        regrouped = isinstance(layer, nn.GroupNorm) and inputs % layer.num_groups
+        return replaced(cut, note=f"{layer.num_groups} groups -> {norm_groups(layer, inputs)}" if regrouped else "")
+    if is_depthwise(layer) or is_attention(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding)):
+        gamma = 1
+    own = getattr(layer, "groups", 1)
+    while gamma > 1 and (inputs % (own * gamma) or outputs % (own * gamma) or inputs // (own * gamma) < min_channels):
+        gamma -= 1
+    exact = form_of(layer).outputs * heads.factor
+    rounded = f", rounded up from {exact:g}" if form_of(layer).outputs != outputs > exact + 1e-9 else ""
+    told = f"{of_heads}, gamma {gamma}" if (of_heads := heads.note(name)) else f"gamma {gamma}{rounded}"
+    return replaced(cut, gamma=gamma, note=f"{inputs} -> {outputs}, {told}")
 
 
 # -- parameters that stand alone ---------------------------------------------------------------------------
@@ -279,39 +211,32 @@ def _along(
     What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
     layers behind it lose, which is observed.
     """
-    made = {name: model.get_submodule(name) for name in cuts}
-    layers = [(width_of(m), cuts[name].outputs) for name, m in made.items() if makes(m) and not is_depthwise(m)]
+    made = [(model.get_submodule(name), cut.outputs) for name, cut in cuts.items()]
+    layers = [(form_of(m).outputs, kept) for m, kept in made if form_of(m).makes and not is_depthwise(m)]
     widths = {width: kept for width, kept in layers if len(kept) < width}
-    exact = {(width, len(kept)): kept for width, kept in layers}
+    exact = {(size, len(kept)): kept for size, kept in (*layers, *heads.entries.items())}
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     for name in standing_alone(model):
-        whole, near = model.get_parameter(name), heads.inside(name.rpartition(".")[0])
+        whole = model.get_parameter(name)
         if of := [prefix for prefix in built if within(name, prefix)]:
             small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
-            counts = {(size, len(kept)): kept for size, kept in (*heads.inside("").items(), *near.items())}
-            fixed[name] = _between(name, whole.shape, small.shape, exact | counts)
+            sizes = enumerate(zip(whole.shape, small.shape, strict=True))
+            pairs = [(axis, pair) for axis, pair in sizes if pair[0] != pair[1]]
+            if missing := [pair for _, pair in pairs if pair not in exact]:
+                raise CannotNarrow(
+                    f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as "
+                    "many channels"
+                )
+            fixed[name] = tuple((axis, exact[pair]) for axis, pair in pairs)
             continue
-        lost = widths if any(size in widths for size in whole.shape) else near
+        lost = widths if any(size in widths for size in whole.shape) else heads.entries
         fitting = [axis for axis, size in enumerate(whole.shape) if len(lost.get(size, range(size))) < size]
         if fitting and whole.requires_grad:
             along[name] = ((fitting[-1], lost[whole.shape[fitting[-1]]]),)
     if along and not loses_the_same(model, example, cuts, along):
         along = {name: kept for name, kept in along.items() if loses_the_same(model, example, cuts, {name: kept})}
     return fixed | along
-
-
-def _between(
-    name: str, whole: torch.Size, small: torch.Size, kept: Mapping[tuple[int, int], Tensor]
-) -> tuple[tuple[int, Tensor], ...]:
-    """The axes along which two shapes differ, and the entries that are kept of each."""
-    axes = [(axis, pair) for axis, pair in enumerate(zip(whole, small, strict=True)) if pair[0] != pair[1]]
-    if missing := [pair for _, pair in axes if pair not in kept]:
-        raise CannotNarrow(
-            f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as many "
-            "channels"
-        )
-    return tuple((axis, kept[pair]) for axis, pair in axes)
 
 
 # -- cut ---------------------------------------------------------------------------------------------------
@@ -348,12 +273,13 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
     """The layers with frozen parameters that would lose inputs, in the order in which they run."""
-    frozen: dict[str, Any] = {n: model.get_submodule(n) for n in cuts if is_frozen(model.get_submodule(n))}
-    return [
-        name for name, layer in frozen.items()
-        if len(cuts[name].inputs) < inputs_of(layer)
-        or (is_attention(layer) and [len(kept) for kept in cuts[name].others] != [layer.kdim, layer.vdim])
-    ]  # fmt: skip
+    found = []
+    for name, cut in cuts.items():
+        layer: Any = model.get_submodule(name)
+        widths = [form_of(layer).inputs, *((layer.kdim, layer.vdim) if is_attention(layer) else ())]
+        if is_frozen(layer) and [len(kept) for kept in cut.indices[:-1]] != widths:
+            found.append(name)
+    return found
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -366,7 +292,7 @@ def _check_layers(model: nn.Module) -> None:
                 f"{kind} whose weight is computed from others (by weight_norm, spectral_norm, pruning), which cannot "
                 "be narrowed"
             )
-        own = module._parameters and not makes(module) and not follows(module)
+        own = module._parameters and not form_of(module).outputs
         if own and type(module).__module__.startswith("torch.nn"):
             raise CannotNarrow(f"{kind}, which cannot be narrowed")
 
@@ -394,27 +320,6 @@ def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], exampl
     layers = {name: model.get_submodule(name) for name in cuts}
     tables = {id(p) for m in layers.values() if isinstance(m, nn.Embedding) for p in m.parameters()}
     alone = {n: m for n, m in layers.items() if not any(id(p) in tables for p in m.parameters())}
-    products = {name: cuts[name].outputs for name, layer in alone.items() if makes(layer)}
+    products = {name: cuts[name].outputs for name, layer in alone.items() if form_of(layer).makes}
     keep_scale(model, narrowed, example, example, products)
     return narrowed
-
-
-def _grouped(layer: Any, cut: Cut, factor: float, gamma: int, min_channels: int, heads: HeadChoice, name: str) -> Cut:
-    """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
-    if follows(layer):
-        regrouped = isinstance(layer, nn.GroupNorm) and len(cut.inputs) % layer.num_groups
-        note = f"{layer.num_groups} groups -> {norm_groups(layer, len(cut.inputs))}" if regrouped else ""
-        return replaced(cut, note=note)
-    own, width = getattr(layer, "groups", 1), width_of(layer)
-    exact = width * factor
-    single = is_depthwise(layer) or is_attention(layer) or isinstance(layer, (*TRANSPOSED, nn.Embedding))
-    wanted = 1 if single else gamma
-    used = next(
-        g for g in range(wanted, 0, -1)
-        if g == 1 or (not (len(cut.inputs) % (own * g) or len(cut.outputs) % (own * g))
-        and len(cut.inputs) // (own * g) >= min_channels)
-    )  # fmt: skip
-    rounded = f", rounded up from {exact:g}" if width != len(cut.outputs) > exact + 1e-9 else ""
-    bound = f", {said}" if (said := heads.note(name)) else ""
-    note = f"{len(cut.inputs)} -> {len(cut.outputs)}{bound}, gamma {used}{'' if bound else rounded}"
-    return replaced(cut, gamma=used, note=note)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from multitudes.core.seeding import seeded
-from multitudes.surgery.cuts import CannotNarrow, GroupedLinear
+from multitudes.surgery.cuts import CannotNarrow, scaled
 from multitudes.surgery.initialise import is_hugging_face
 
 __all__ = ["follow_configs", "narrowed_config", "narrower_models"]
@@ -39,9 +39,9 @@ def narrowed_config(config: Any, factor: float) -> Any:
     for name in _WIDTHS:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)):
-            setattr(small, name, type(value)(follows.get(each, _scaled(each, factor)) for each in value))
+            setattr(small, name, type(value)(follows.get(each, scaled(each, factor)) for each in value))
         elif isinstance(value, int) and not isinstance(value, bool):
-            setattr(small, name, follows.get(value, _scaled(value, factor)))
+            setattr(small, name, follows.get(value, scaled(value, factor)))
     if isinstance(getattr(config, "depth_multiplier", None), (int, float)):
         _narrow_depths(config, small, factor)
     if isinstance(getattr(config, "width_coefficient", None), (int, float)):  # EfficientNet's
@@ -49,53 +49,36 @@ def narrowed_config(config: Any, factor: float) -> Any:
     return small
 
 
-def _scaled(value: int, factor: float) -> int:
-    return math.ceil(round(value * factor, 9))
-
-
-def _kept_heads(heads: int, shared: int, factor: float) -> tuple[int, int]:
-    """How many heads are kept, of queries and of keys and values."""
-    kept = _scaled(shared, factor)
-    return math.ceil(_scaled(heads, factor) / kept) * kept, kept
-
-
 def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
-    """Set widths that heads make up, and the numbers of heads; returns what became of each width."""
-    heads = getattr(config, "num_attention_heads", None)
-    width, widths = getattr(config, "hidden_size", None), getattr(config, "hidden_sizes", None)
-    first = getattr(config, "embed_dim", None)
+    """Set widths that heads make up, one or one for each stage, and the numbers of heads; returns what each became."""
+    heads, shared, size, first = (
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "embed_dim")
+    )
     if isinstance(heads, (list, tuple)) and isinstance(first, int):
         return _narrow_stages(config, small, factor, list(heads), first)
-    if isinstance(widths, (list, tuple)):
-        return _narrow_each(config, small, factor, list(widths), heads)
-    if not isinstance(width, int):
+    several = isinstance(getattr(config, "hidden_sizes", None), (list, tuple))
+    widths: list[Any] = list(config.hidden_sizes) if several else [getattr(config, "hidden_size", None)]
+    counts: list[Any] = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(widths)
+    if not all(isinstance(width, int) for width in widths):
         return {}
-    if not isinstance(heads, int):
-        small.hidden_size = _scaled(width, factor)
-        return {width: small.hidden_size}
-    size = getattr(config, "head_dim", None) or width // heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    kept, kept_shared = _kept_heads(heads, shared, factor)
-    narrow = kept * size if width == heads * size else _scaled(width, factor)
-    small.hidden_size, small.num_attention_heads = narrow, kept
-    if isinstance(getattr(config, "num_key_value_heads", None), int):
-        small.num_key_value_heads = kept_shared
+    narrow = [scaled(width, factor) for width in widths]
+    if len(counts) == len(widths) and all(isinstance(count, int) for count in counts):
+        kept = []
+        for stage, (width, count) in enumerate(zip(widths, counts, strict=True)):
+            groups = scaled(shared or count, factor)
+            kept.append(math.ceil(scaled(count, factor) / groups) * groups)
+            if width == count * (size or width // count):
+                narrow[stage] = width // count * kept[-1]
+        small.num_attention_heads = type(heads)(kept) if isinstance(heads, (list, tuple)) else kept[0]
+        if isinstance(shared, int):
+            small.num_key_value_heads = groups
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if isinstance(other := getattr(config, name, None), int):
-            setattr(small, name, narrow * other // width)
-    return {width: narrow}
-
-
-def _narrow_each(config: Any, small: Any, factor: float, widths: list[int], heads: Any) -> dict[int, int]:
-    """Stages with a width each, and perhaps heads: a number of them for each stage, or one for all."""
-    counts = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(widths)
-    if all(isinstance(count, int) for count in counts) and len(counts) == len(widths):
-        kept = [_scaled(count, factor) for count in counts]
-        narrow = [width // count * left for width, count, left in zip(widths, counts, kept, strict=True)]
-        small.num_attention_heads = type(heads)(kept) if isinstance(heads, (list, tuple)) else kept[0]
+            setattr(small, name, narrow[0] * other // widths[0])
+    if several:
+        small.hidden_sizes = type(config.hidden_sizes)(narrow)
     else:
-        narrow = [_scaled(width, factor) for width in widths]
-    small.hidden_sizes = type(config.hidden_sizes)(narrow)
+        small.hidden_size = narrow[0]
     return dict(zip(widths, narrow, strict=True))
 
 
@@ -103,7 +86,7 @@ def _narrow_stages(config: Any, small: Any, factor: float, heads: list[int], fir
     """Stages each of which is twice as wide as the one before, as Swin's: the least first width with whole heads."""
     sizes = [first * 2**stage // count for stage, count in enumerate(heads)]
     step = math.lcm(*[size // math.gcd(size, 2**stage) for stage, size in enumerate(sizes)])
-    narrow = math.ceil(_scaled(first, factor) / step) * step
+    narrow = math.ceil(scaled(first, factor) / step) * step
     small.embed_dim = narrow
     kept = [narrow * 2**stage // size for stage, size in enumerate(sizes)]
     small.num_attention_heads = type(config.num_attention_heads)(kept)
@@ -140,26 +123,20 @@ def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str
         if built is not None and False in trained:
             frozen = next(own for own, p in model.named_parameters() if not p.requires_grad)
             raise CannotNarrow(
-                f"{_of(name, model)} has frozen parameters ({frozen!r} is one), and its configuration narrows all its "
-                "layers: unfreeze them"
+                f"model {f'{name!r} ' if name else ''}({type(model).__name__}) has frozen parameters ({frozen!r} is "
+                "one), and its configuration narrows all its layers: unfreeze them"
             )
         if built is not None:
             return {name: built}
-    parts = [narrower_models(child, factor, f"{name}.{own}" if name else own) for own, child in model.named_children()]
+    parts = [narrower_models(child, factor, f"{name}.{own}".strip(".")) for own, child in model.named_children()]
     return {own: built for part in parts for own, built in part.items()}
-
-
-def _of(name: str, module: nn.Module) -> str:
-    return f"model {name!r} ({type(module).__name__})" if name else f"model ({type(module).__name__})"
 
 
 def _built(module: Any, config: Any) -> Any:
     """A model of the same class from another configuration; None where it is not of the same build, or no narrower."""
-    options: list[dict[str, Any]] = [{}]
-    for name, parameter in inspect.signature(type(module).__init__).parameters.items():
-        if isinstance(parameter.default, bool):  # as of the pooling layer of a model that is a part of another
-            options.append({name: not parameter.default})
-    for given in options:
+    parameters = inspect.signature(type(module).__init__).parameters.values()
+    switches = [p for p in parameters if isinstance(p.default, bool)]  # as of the pooling layer of a part of a model
+    for given in ({}, *({p.name: not p.default} for p in switches)):
         with seeded(0):
             try:
                 built = type(module)(copy.deepcopy(config), **given)
@@ -169,14 +146,11 @@ def _built(module: Any, config: Any) -> Any:
             break
     else:
         return None
-    sizes = [sum(p.numel() for p in network.parameters()) for network in (built, module)]
-    if sizes[0] >= sizes[1]:
+    if sum(p.numel() for p in built.parameters()) >= sum(p.numel() for p in module.parameters()):
         return None
+    built.to(next(module.parameters()).device)
     for one, other in zip(built.parameters(), module.parameters(), strict=True):
         one.data = one.data.to(other)
-    where = next(module.parameters()).device
-    for network in built.modules():
-        network._buffers.update({key: b.to(where) for key, b in network._buffers.items() if b is not None})
     return built
 
 
@@ -192,27 +166,27 @@ def follow_configs(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Col
     """
     for name, network in built.items():
         cut: Any = narrowed.get_submodule(name)
-        for (each, parameter), other in zip(cut.named_parameters(), network.parameters(), strict=True):
-            layer = f"{name}.{each}" if name else each
-            grouped = isinstance(cut.get_submodule(each.rpartition(".")[0]), GroupedLinear)
-            if parameter.shape != other.shape and not grouped and layer.rpartition(".")[0] not in own:
-                raise CannotNarrow(
-                    f"{each!r} is {list(other.shape)} in the narrower {type(cut).__name__} of its configuration, and "
-                    f"{list(parameter.shape)} by what was observed"
-                )
         before, after = cut.config, copy.deepcopy(network.config)
-        for each, other_module in network.named_modules():
+        for each, other in network.named_modules():
             module: Any = cut.get_submodule(each)
-            if type(module) is type(other_module) and (f"{name}.{each}" if name else each) not in own:
-                _take_sizes(module, other_module)
+            if (
+                type(module) is type(other) and f"{name}.{each}".strip(".") not in own
+            ):  # another one where it is grouped
+                _take_sizes(f"{type(cut).__name__} of its configuration", each, module, other)
         for module in narrowed.modules():
             held = [key for key, value in vars(module).items() if value is before]
             for key in held:
                 setattr(module, key, after)
 
 
-def _take_sizes(module: nn.Module, other: nn.Module) -> None:
+def _take_sizes(model: str, name: str, module: nn.Module, other: nn.Module) -> None:
     """Take the numbers, and the buffers that are computed from a configuration, of a narrower module."""
+    for key, parameter in module.named_parameters(recurse=False):
+        if parameter.shape != (expected := other.get_parameter(key).shape):
+            raise CannotNarrow(
+                f"{f'{name}.{key}'!r} is {list(expected)} in the narrower {model}, and {list(parameter.shape)} by what "
+                "was observed"
+            )
     torchs = type(module).__module__.startswith("torch.nn")  # whose other numbers, as a rate of dropout, are the user's
     for key, value in vars(other).items():
         sized = type(value) in (int, tuple, list) or (type(value) is float and not torchs)

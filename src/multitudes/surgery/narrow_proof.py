@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
 from multitudes.core.trace import observing, unmoved
-from multitudes.surgery.cuts import CannotNarrow, Cut, follows, input_axis, makes, output_axis
+from multitudes.surgery.cuts import CannotNarrow, Cut, form_of
 from multitudes.surgery.observe import Read, answered
-from multitudes.surgery.watch import Along
+from multitudes.surgery.watch import Along, holding_data
 
 __all__ = ["prove", "runs_like", "standing_alone"]
 
@@ -40,7 +39,7 @@ def prove(
     stand alone were cut. Outputs of layers that are `sharpened` are made large: attention by small queries and keys is
     a mean, in which nobody could tell one head from another.
     """
-    with observing(model, narrowed), _moved_weights(model, narrowed, cuts, along or {}, sharpened):
+    with observing(model, narrowed), holding_data(_moved_weights(model, narrowed, cuts, along or {}, sharpened)):
         wanted, want = _at_full_width(model, narrowed, cuts, example)
         got: list[tuple[str, list[Tensor]]] = []
 
@@ -121,54 +120,39 @@ def _at_full_width(
     seen: list[tuple[str, list[Tensor]]] = []
 
     def narrow(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor | tuple[Any, ...]:
-        cut = cuts[name]
-        kept = [
-            x.index_select(input_axis(layer), index.to(x.device))
-            for x, index in zip(read.inputs, cut.indices, strict=False)
-        ]
+        cut, axis = cuts[name], form_of(layer).axis
+        kept = [x.index_select(axis, i.to(x.device)) for x, i in zip(read.inputs, cut.indices, strict=False)]
         seen.append((name, kept))
         small = narrowed.get_submodule(name)(*kept, *read.args, **read.kwargs)
         small, *weights = small if isinstance(small, tuple) else (small,)
-        axis = input_axis(layer) if follows(layer) else output_axis(layer)
         whole = torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
         return (whole, *weights) if weights else whole
 
     return seen, answered(model, example, cuts, narrow)
 
 
-@contextmanager
 def _moved_weights(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], along: Along, sharpened: Collection[str]
-) -> Iterator[None]:
-    """Move parameters that are the same number throughout, and of layers that attention reads, in both networks."""
-    before: list[tuple[nn.Parameter, Tensor]] = []
+) -> dict[nn.Parameter, Tensor]:
+    """Other values for constant parameters, and for layers that attention reads, of both networks."""
+    moved: dict[nn.Parameter, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
-
-    def move(parameter: nn.Parameter, values: Tensor) -> None:
-        before.append((parameter, parameter.data))
-        parameter.data = values
-
     for name in cuts:
         for parameter in narrowed.get_submodule(name).parameters():
             if name in sharpened and parameter.dim() > 1:
                 spread = 3 / math.sqrt(parameter[0].numel())
-                move(parameter, spread * torch.randn(parameter.shape, generator=generator).to(parameter))
+                moved[parameter] = spread * torch.randn(parameter.shape, generator=generator).to(parameter)
             elif _is_constant(parameter.data):
-                move(parameter, _random(parameter.data, generator))
+                moved[parameter] = _random(parameter.data, generator)
     for name in standing_alone(model):
         parameter, small = model.get_parameter(name), narrowed.get_parameter(name)
         if _is_constant(parameter.data):
-            values = _random(parameter.data, generator)
-            move(parameter, values)
+            values = moved[parameter] = _random(parameter.data, generator)
             for axis, kept in along.get(name, ()):
                 values = values.index_select(axis, kept.to(values.device))
             if values.shape == small.shape:
-                move(small, values)
-    try:
-        yield
-    finally:
-        for parameter, values in reversed(before):
-            parameter.data = values
+                moved[small] = values
+    return moved
 
 
 def _is_constant(values: Tensor) -> bool:
@@ -181,9 +165,11 @@ def _random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 def standing_alone(model: nn.Module) -> list[str]:
     """The names of parameters that belong to no layer that is cut."""
-    owners = {f"{name}.{own}" if name else own: module for name, module in model.named_modules()
-              for own, parameter in module._parameters.items() if parameter is not None}  # fmt: skip
-    return [name for name, module in owners.items() if not makes(module) and not follows(module)]
+    alone = {name: module for name, module in model.named_modules() if not form_of(module).outputs}
+    named = [
+        (name, own) for name, m in alone.items() for own, parameter in m._parameters.items() if parameter is not None
+    ]
+    return [f"{name}.{own}" if name else own for name, own in named]
 
 
 def _unfit(model: nn.Module, reason: str) -> str:

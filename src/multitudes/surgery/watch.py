@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,21 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.calling import Input, tensors_in
 from multitudes.core.trace import Trace, observing, recording
-from multitudes.surgery.attention import HeadChoice, Pattern, choose
-from multitudes.surgery.cuts import (
-    CannotNarrow,
-    Cut,
-    follows,
-    input_axis,
-    inputs_of,
-    is_depthwise,
-    makes,
-    output_axis,
-    width_of,
-)
+from multitudes.surgery.attention import HeadChoice
+from multitudes.surgery.cuts import CannotNarrow, Cut, form_of, is_depthwise
 from multitudes.surgery.observe import Read, answered
 
-__all__ = ["Along", "Size", "Watch", "changed", "followed_sizes", "loses_the_same", "note_sizes"]
+__all__ = ["Along", "Watch", "changed", "holding_data", "loses_the_same"]
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
@@ -39,29 +28,27 @@ class Watch(TorchFunctionMode):
     """One run in which each layer's dropped channels are NaN.
 
     A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
-    chooses where attention binds channels together, and `patterns` say how the network takes axes of some sizes apart.
+    chooses the channels that layers keep.
     """
 
-    def __init__(self, heads: HeadChoice, patterns: Mapping[int, Pattern]) -> None:
+    def __init__(self, heads: HeadChoice) -> None:
         super().__init__()
-        self.trace = Trace()
-        self.heads, self.patterns = heads, patterns
+        self.trace, self.heads = Trace(), heads
         self.cuts: dict[str, Cut] = {}
-        self.chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
-        self.sizes: list[Size] = []  # the numbers that the network holds
+        self.sizes: Sizes = {}
         self.mixer = ""  # what made all channels NaN of some, and where
 
-    def run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
+    def run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         try:
             with followed_sizes(model, names) as self.sizes:
-                return self._run(model, example, names)
+                self._run(model, example, names)
         except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
-            self.sizes, self.trace, self.cuts = [], Trace(), {}
-            return self._run(model, example, names)
+            self.sizes, self.cuts = {}, {}
+            self._run(model, example, names)
 
-    def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> Tensor:
-        with recording(model, trace=self.trace):
-            return answered(model, example, names, self.see, self)
+    def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
+        with recording(model) as self.trace:
+            answered(model, example, names, self.see, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
@@ -79,7 +66,7 @@ class Watch(TorchFunctionMode):
     def _look_for_a_mixer(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
         with torch._C.DisableTorchFunction():
             running = self.trace.running
-            if running and (makes(running[-1].module) or follows(running[-1].module)):
+            if running and form_of(running[-1].module).outputs:
                 return  # what layers do is known, and their outputs are replaced
             dense = [t for t in tensors_in(args) if t.layout is torch.strided and t.numel()]
             nan = [t.isnan() for t in dense if t.is_floating_point()]
@@ -98,44 +85,32 @@ class Watch(TorchFunctionMode):
     def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
         """Note what a layer keeps, and let its dropped channels be NaN."""
         with torch._C.DisableTorchFunction():
-            dropped = [x.isnan().movedim(input_axis(layer), 0) for x in read.inputs]
-            if self._is_of_each_head(layer, dropped):
-                whole = torch.arange(inputs_of(layer))
-                cut = Cut(whole, whole if follows(layer) else torch.arange(width_of(layer)))
+            form = form_of(layer)
+            dropped = [x.isnan().movedim(form.axis, 0) for x in read.inputs]
+            if form.axis == -1 and self._is_of_each_head(dropped):
+                cut = Cut(torch.arange(form.inputs), torch.arange(form.outputs))
                 out = torch.where(dropped[0][0].unsqueeze(-1), torch.nan, 0.0).to(y).expand_as(y).clone()
-            elif follows(layer):
+            elif form.follows:
                 kept = self._kept(dropped[0], name)
                 cut, out = Cut(kept, kept), torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y)
             else:
-                kept, *others = [self._kept(x, name) for x in dropped] or [torch.arange(layer.num_embeddings)]
-                cut = Cut(kept, self._outputs(name, layer, kept), others=tuple(others))
-                out = torch.full_like(y, torch.nan).index_fill_(output_axis(layer), cut.outputs.to(y.device), 0.0)
+                kept, *others = [self._kept(x, name) for x in dropped] or [torch.arange(form.inputs)]
+                if is_depthwise(layer):
+                    each = form.outputs // form.inputs
+                    outputs = (kept.unsqueeze(1) * each + torch.arange(each)).flatten()
+                else:
+                    outputs = self.heads.outputs(name, form.outputs)
+                cut = Cut(kept, outputs, others=tuple(others))
+                out = torch.full_like(y, torch.nan).index_fill_(form.axis, cut.outputs.to(y.device), 0.0)
             if self.cuts.setdefault(name, cut) != cut:
                 raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
             return out
 
-    def _is_of_each_head(self, layer: nn.Module, dropped: list[Tensor]) -> bool:
+    def _is_of_each_head(self, dropped: list[Tensor]) -> bool:
         """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
-        if len(dropped) != 1 or not self.heads.found or input_axis(layer) != -1:
+        if len(dropped) != 1 or not self.heads.found:
             return False
         return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
-
-    def _outputs(self, name: str, layer: Any, inputs: Tensor) -> Tensor:
-        width, heads = width_of(layer), self.heads
-        if is_depthwise(layer):
-            each = width // layer.in_channels
-            return (inputs.unsqueeze(1) * each + torch.arange(each)).flatten()
-        if name in heads.whole:
-            return torch.arange(width)
-        count, bound = heads.counts.get(name), heads.outputs(name, width)
-        if bound is not None and count in (None, len(bound)):
-            return bound
-        pattern = self.patterns.get(width, (1, 1))
-        unit = math.prod(pattern)
-        count = count or math.ceil(round(width * heads.factor / unit, 9)) * unit
-        if (width, count) not in self.chosen:
-            self.chosen[width, count] = choose(width, count, heads.generator, pattern)
-        return self.chosen[width, count]
 
     def _kept(self, mask: Any, name: str) -> Tensor:
         dropped = mask.flatten(1).any(1)
@@ -152,71 +127,73 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
     reached: list[bool] = []
 
     def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        form = form_of(layer)
         for x, kept in zip(read.inputs, cuts[name].indices, strict=False):
-            seen = x.isnan().movedim(input_axis(layer), 0).flatten(1).any(1).cpu()
+            seen = x.isnan().movedim(form.axis, 0).flatten(1).any(1).cpu()
             reached.extend((~seen[kept]).tolist() if bool(seen.any()) else ())
-        return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if follows(layer) else torch.zeros_like(y)
+        return torch.where(read.inputs[0].isnan(), torch.nan, 0.0).to(y) if form.follows else torch.zeros_like(y)
 
-    before = {name: model.get_parameter(name).data for name in along}
-    try:
-        for name, kept in along.items():
-            values = before[name].clone()
-            for axis, index in kept:
-                dropped = torch.ones(values.shape[axis], dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
-                values.index_fill_(axis, dropped.to(values.device), torch.nan)
-            model.get_parameter(name).data = values
-        with observing(model):
-            output = answered(model, example, cuts, see)
-    finally:
-        for name, values in before.items():
-            model.get_parameter(name).data = values
+    data: dict[nn.Parameter, Tensor] = {}
+    for name, kept in along.items():
+        values = model.get_parameter(name).data
+        for axis, index in ((axis, index.to(values.device)) for axis, index in kept):
+            values = torch.full_like(values, torch.nan).index_copy(axis, index, values.index_select(axis, index))
+        data[model.get_parameter(name)] = values
+    with observing(model), holding_data(data):
+        output = answered(model, example, cuts, see)
     return bool(reached) and all(reached) and not bool(output.isnan().any())
+
+
+@contextmanager
+def holding_data(data: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Inside, parameters have other values."""
+    before = {parameter: parameter.data for parameter in data}
+    try:
+        for parameter, values in data.items():
+            parameter.data = values
+        yield
+    finally:
+        for parameter, values in before.items():
+            parameter.data = values
 
 
 # -- numbers that a network holds ----------------------------------------------------------------------------
 
 
 class Size(int):
-    """A number that a network holds; it knows where, and how many entries are kept of axes of that size.
+    """A number that a network holds; it knows how many entries are kept of axes of that size.
 
     Its hash is its own, so that no cache, as einops has one, answers with a number from another run.
     """
 
-    path: tuple[Any, ...]
-    """A module's name, the attributes that lead to the number, and its place in a list."""
     kept: set[int]
 
     __hash__ = object.__hash__
 
-    @classmethod
-    def at(cls, value: int, path: tuple[Any, ...]) -> Size:
-        size = cls(value)
-        size.path, size.kept = path, set()
+    def __new__(cls, value: int) -> Size:
+        size = super().__new__(cls, value)
+        size.kept = set()
         return size
 
 
+Sizes = Mapping[tuple[str, ...], Any]
+"""Numbers that a network holds, as `Size`s or lists of them, by a module's name and the attributes that lead there."""
+
+
 @contextmanager
-def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[list[Size]]:
+def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
     """Inside, the numbers that modules hold are `Size`s; those of modules named by `leave` stay what they are."""
-    found: list[Size] = []
+    found: dict[tuple[str, ...], Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[int] = set()
 
-    def sized(value: Any, path: tuple[Any, ...]) -> Any:
-        if type(value) is int and value > 1:
-            found.append(Size.at(value, path))
-            return found[-1]
-        if type(value) in (list, tuple) and all(type(each) is int for each in value):
-            return type(value)(sized(each, (*path, place)) for place, each in enumerate(value))
-        return value
-
-    def follow(held: dict[str, Any], path: tuple[Any, ...]) -> None:
+    def follow(held: dict[str, Any], path: tuple[str, ...]) -> None:
         for key, value in list(held.items()):
             if key.startswith("_") or key == "training":
                 continue
-            if (new := sized(value, (*path, key))) is not value:
+            if (sized := _sized(value)) is not value:
                 before.append((held, key, value))
-                held[key] = new
+                held[key] = found[*path, key] = sized
             elif _is_plain(value) and len(path) < 3 and id(value) not in seen:
                 seen.add(id(value))
                 follow(vars(value), (*path, key))
@@ -229,6 +206,13 @@ def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[list[Si
     finally:
         for held, key, value in before:
             held[key] = value
+
+
+def _sized(value: Any) -> Any:
+    if type(value) is int and value > 1:
+        return Size(value)
+    listed = type(value) in (list, tuple) and all(type(each) is int for each in value)
+    return type(value)(map(_sized, value)) if listed else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -268,17 +252,17 @@ def _kept(x: Tensor, axis: int) -> int:
     return int((~x.isnan().movedim(axis, 0).flatten(1).all(1)).sum())
 
 
-def changed(network: nn.Module, sizes: Collection[Size]) -> None:
+def changed(network: nn.Module, sizes: Sizes) -> None:
     """Set the numbers of a narrowed network whose axes have all lost the same entries, in place."""
-    for size in sizes:
-        if len(size.kept) == 1 and (kept := min(size.kept)) != size:
-            name, *owners, key = size.path
-            held: Any = network.get_submodule(name)
-            if isinstance(key, int):
-                *owners, listed = owners
-            for owner in owners:
-                held = getattr(held, owner)
-            if isinstance(key, int):
-                numbers = vars(held)[listed]
-                kept, key = type(numbers)([*numbers[:key], kept, *numbers[key + 1 :]]), listed
-            vars(held)[key] = kept
+    for (name, *owners, key), sized in sizes.items():
+        held: Any = network.get_submodule(name)
+        for owner in owners:
+            held = getattr(held, owner)
+        if (new := _settled(sized)) != sized:
+            vars(held)[key] = new
+
+
+def _settled(sized: Any) -> Any:
+    if isinstance(sized, (list, tuple)):
+        return type(sized)(map(_settled, sized))
+    return min(sized.kept) if isinstance(sized, Size) and len(sized.kept) == 1 else int(sized)
