@@ -67,9 +67,10 @@ def every(net: mt.Multitude, name: str) -> Tensor:
 
 
 def inner(network: nn.Module, name: str) -> nn.Module:
-    """The user's own layer in a converted network."""
+    """The user's own layer in a converted network, or one in its place that holds the weights itself."""
     layer = network.get_submodule(name)
-    return layer.get_submodule("layer") if "layer" in layer._modules else layer
+    wraps = "layer" in layer._modules and "weight" not in layer._parameters
+    return layer.get_submodule("layer") if wraps else layer
 
 
 def quietly(function: Callable[[], Any]) -> Any:
