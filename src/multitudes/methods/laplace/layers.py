@@ -25,6 +25,7 @@ from multitudes.core.calling import call
 from multitudes.core.copying import Sharing
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.tasks.gaussian import join_gaussian
+from multitudes.surgery.affine import product, product_kind
 
 __all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws", "features_of"]
 
@@ -50,8 +51,6 @@ class LaplaceLayer(Stochastic):
     """
 
     noise = "weights"
-    plain: type[nn.Module]
-    """The class of the layer that it is a posterior of."""
     weight: Tensor
     bias: Any
     side: str | None = None
@@ -81,7 +80,7 @@ class LaplaceLayer(Stochastic):
     def forward(self, x: Tensor) -> Tensor:
         if self.side == "deviation":
             return self._outputs(self.variances(self._rows(x)).sqrt()).to(x.dtype)
-        mean = self._product(x, self.weight, self.bias)
+        mean = product(self, x, self.weight, self.bias)
         if self.side is not None:
             variances = self._outputs(self.variances(self._rows(x)))
             if self.side == "probit":
@@ -138,7 +137,7 @@ class LaplaceLayer(Stochastic):
 
     def fold(self) -> nn.Module:
         weight, bias = self.drawn()
-        plain: Any = self._empty(self.plain, weight, bias is not None)
+        plain: Any = self._empty(product_kind(self), weight, bias is not None)
         plain.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
         plain.bias = None if bias is None else nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
         return cast("nn.Module", plain.train(self.training))
@@ -161,10 +160,6 @@ class LaplaceLayer(Stochastic):
             kind, inputs, outputs, *kernel[:1], bias=bias, device=weight.device, dtype=weight.dtype
         )
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The plain layer's output with these weights."""
-        raise NotImplementedError
-
     def reset_parameters(self) -> None:
         """Fresh weights have no posterior."""
         if hasattr(self, "structure"):  # else the plain layer's constructor asks
@@ -178,19 +173,9 @@ class LaplaceLayer(Stochastic):
 class LaplaceLinear(LaplaceLayer, nn.Linear):
     """A linear layer, `[B, ..., I] -> [B, ..., O]`, with a posterior of its weights."""
 
-    plain = nn.Linear
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
 
 class LaplaceConv(LaplaceLayer, nn.Conv2d):
     """A convolution of one pixel, `[B, I, H, W] -> [B, O, H, W]`, with a posterior of its weights."""
-
-    plain = nn.Conv2d
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.conv2d(x, weight, bias)
 
 
 class WithoutDraws(Sharing):
