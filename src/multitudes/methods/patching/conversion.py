@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_choice, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
@@ -187,8 +187,7 @@ def family(
     """
     start = starting(model, 1, init, heads, example=example, seed=seed)
     model = start.network
-    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
-        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
+    check_count("components", components, 2)
     check_choice("assignment", assignment, ASSIGNMENTS)
     check_choice("relaxation", relaxation, RELAXATIONS)
     precisions: dict[str, Any] = {"weight_precision": weight_precision, "bias_precision": bias_precision}
