@@ -22,24 +22,18 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.devices import device_in
 from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictor import PredictorModule
 from multitudes.core.tasks import Task, task_of
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
-from multitudes.methods.laplace.layers import (
-    STRUCTURES,
-    LaplaceConv,
-    LaplaceLayer,
-    LaplaceLinear,
-    WithNoise,
-)
+from multitudes.methods.laplace.layers import STRUCTURES, LaplaceLayer, WithNoise
 from multitudes.methods.laplace.posterior import measured
 from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
-from multitudes.methods.laplace.rows import OutputLayer, device_of, fits_noise, output_layer, rows_of
+from multitudes.methods.laplace.rows import described, fits_noise, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
-from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
 
 MOST = 256e6
@@ -166,34 +160,31 @@ def _converted(
     reader = Multitude(network).like(model, task)
     reading = reader.reading
     _check_task(reading, noise, approximation)
-    x, _ = next(iter(batches.on(device_of(network))))
-    output = output_layer(network, layers, x)
-    weight, bias = _weights(output)
+    x, _ = next(iter(batches.on(device_in(network))))
+    name = output_layer(network, layers, x)
+    where, layer = described(network, name), LaplaceLayer.of(network.get_submodule(name))
+    converted = replace(network, {name: layer})
+    weight, bias = layer.weight, layer.bias
     random = len(weight) // reading.per_value
     features = weight.shape[1] + (bias is not None)
     softmax = reading.class_axis is not None
     budget = free_bytes(weight.device) / 4 if memory is None else in_bytes(memory)
     structure = structure_for(structure, random, features, softmax, budget, MOST if memory is None else math.inf)
-    trained = wide(weight.flatten(1))[:random].square().sum()
-    trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
+    square = sum(float(wide(own.detach())[:random].square().sum()) for own in (weight, bias) if own is not None)
     curvature = Curvature(structure, random, features, softmax, weight)
-    posterior = measured(reading, rows_of(network, output, batches, reader), curvature, float(trained))
-    held = None if held_out is None else rows_of(network, output, held_out, reader, "validation")
+    posterior = measured(reading, rows_of(converted, name, where, batches, reader), curvature, square)
+    held = None if held_out is None else rows_of(converted, name, where, held_out, reader, "validation")
     given = None if isinstance(prior, str) else float(prior)
     fitted = posterior.fitted(given, _given_noise(noise, posterior.errors), held)
-    kind = LaplaceConv if output.dense else LaplaceLinear
-    learns = any(p.requires_grad for name, p in output.layer.named_parameters() if name != "bias")
-    layer: LaplaceLayer = kind.of(output.layer, weight, bias, learns).train(output.layer.training)
     tensors = posterior.spectrum.posterior(posterior.precisions(fitted))
     layer.hold(structure, tensors, fitted.prior, fitted.log_evidence)
-    converted = replace(network, {output.name: layer})
     if fitted.noise is not None:
         # A network that is its output layer has no place for a name; inside another it has one.
-        inside = converted if output.name else nn.Sequential(converted).train(converted.training)
+        inside = converted if name else nn.Sequential(converted).train(converted.training)
         variances = fitted.noise.to(torch.float32)
         converted = WithNoise(inside, variances[0] if len(variances) == 1 else variances)
     net = Laplace(converted).like(model)
-    net.notes = {**getattr(model, "notes", {}), output.name: _note(net)}
+    net.notes = {**getattr(model, "notes", {}), name: _note(net)}
     return net, "gaussian" if fits_noise(reading) else reading.name
 
 
@@ -228,13 +219,6 @@ def _check_task(task: Task, noise: float | Tensor | None, approximation: str) ->
     if approximation not in approximations(task):
         choices = " or ".join(map(repr, approximations(task)))
         raise ValueError(f"approximation must be {choices} for task {task.name!r}, got {approximation!r}")
-
-
-def _weights(output: OutputLayer) -> tuple[Tensor, nn.Parameter | None]:
-    """The trained weight, `[O, I]` or `[O, I, 1, 1]`, and bias."""
-    weight = weight_of(output.layer).detach()
-    bias = output.layer.bias if output.has_bias else None
-    return weight.mT if output.affine.inputs == 0 else weight, bias
 
 
 def _given_noise(noise: float | Tensor | None, errors: Tensor | None) -> Tensor | None:
