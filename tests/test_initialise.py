@@ -67,10 +67,9 @@ def every(net: mt.Multitude, name: str) -> Tensor:
 
 
 def inner(network: nn.Module, name: str) -> nn.Module:
-    """The user's own layer in a converted network, or one in its place that holds the weights itself."""
+    """The user's own layer in a converted network."""
     layer = network.get_submodule(name)
-    wraps = "layer" in layer._modules and "weight" not in layer._parameters
-    return layer.get_submodule("layer") if wraps else layer
+    return layer.get_submodule("layer") if "layer" in layer._modules else layer
 
 
 def quietly(function: Callable[[], Any]) -> Any:

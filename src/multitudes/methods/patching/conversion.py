@@ -42,6 +42,7 @@ from multitudes.core.trace import Call, record
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     BATCH_NORMS,
+    KINDS,
     NORMS,
     RELAXATIONS,
     Mixing,
@@ -53,7 +54,7 @@ from multitudes.methods.patching.layers import (
 )
 from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.affine import affine_layers, maps_of
-from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
 from multitudes.surgery.observe import example_for, executed, tell_reach
 from multitudes.surgery.start import Start, starting
 
@@ -326,9 +327,9 @@ def warn_of_other_norms(model: nn.Module, patched: Collection[str]) -> None:
 
 def _check_layer(name: str, layer: nn.Module) -> None:
     if not can_be_patched(layer):
-        kinds = ", ".join(kind.__name__ for kind in (nn.Linear, *CONVOLUTIONS, *NORMS))
         raise ValueError(
-            f"layers: layer {name!r} is a {type(layer).__name__}, which cannot be patched; these can: {kinds}"
+            f"layers: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
+            f"these can: {', '.join(kind.__name__ for kind in KINDS)}"
         )
     if not _has_weight(layer):
         raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")

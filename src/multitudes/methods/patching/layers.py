@@ -27,7 +27,7 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.proof import alike
 from multitudes.surgery.affine import SEVERAL, AffineMap, is_computed, kind_of, maps_of, run_with
-from multitudes.surgery.layers import plain_layer
+from multitudes.surgery.layers import CONVOLUTIONS, plain_layer
 
 ASSIGNMENTS = ("network", "layer", "row", "element")
 RELAXATIONS = ("straight-through", "weighted")
@@ -158,6 +158,8 @@ class Patch(Stochastic):
         owner: bool = True,
     ) -> None:
         nn.Module.__init__(self)
+        self.kind = type(layers[0]).__name__
+        self.whole = type(layers[0]) not in KINDS
         self._settle(layers[0])
         self.map = next(((m.weight, m.bias, m.inputs, m.outputs, m.groups) for m in maps_of(layers[0])), None)
         self.assignment = assignment
@@ -173,23 +175,39 @@ class Patch(Stochastic):
             object.__setattr__(self, "mixing", mixing)
 
     def _settle(self, layer: nn.Module) -> None:
-        """Keep a copy of the layer without its weight and bias."""
-        self.layer = copied(layer)
-        for name in ("weight", "bias"):
-            if name in self.layer._parameters:
+        """Take over the settings and buffers of torch's own layers; keep others whole, without weight and bias.
+
+        A torch layer without a weight inside the network would be met by code that looks for such layers.
+        """
+        if self.whole:
+            self.layer = copied(layer)
+            for name in {"weight", "bias"} & self.layer._parameters.keys():
                 self.layer.register_parameter(name, None)
+            return
+        settings = {key: value for key, value in vars(layer).items() if key not in vars(nn.Module())}
+        vars(self).update(copy.deepcopy(settings))
+        for name, buffer in layer._buffers.items():
+            self.register_buffer(name, None if buffer is None else buffer.clone())
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight, bias = self.drawn()
-        if self.map is not None:
+        if self.whole and self.map is not None:
             return run_with(self.layer, AffineMap(*self.map), x, weight, bias, *args, **kwargs)
-        if type(self.layer) not in NORMS:
+        if self.whole:
             tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
             return functional_call(self.layer, tensors, (x, *args), kwargs)
+        if self.map is None:
+            return self._normalised(x, weight, bias)
+        kind: Any = getattr(nn, self.kind)
+        return F.linear(x, weight, bias) if kind is nn.Linear else kind._conv_forward(self, x, weight, bias)
+
+    def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        by_group, settings = self.kind == "GroupNorm", vars(self)
+        norm, over = (F.group_norm, "num_groups") if by_group else (F.layer_norm, "normalized_shape")
         if self.training:
-            return _normalised(self.layer, x, weight, bias)
-        behind = x.dim() - 2 if isinstance(self.layer, nn.GroupNorm) else 0
-        return _affine(_normalised(self.layer, x), weight, bias, behind)
+            return norm(x, settings[over], weight, bias, settings["eps"])
+        plain = norm(x, settings[over], None, None, settings["eps"])
+        return _affine(plain, weight, bias, x.dim() - 2 if by_group else 0)
 
     def assigned(self) -> tuple[int, ...]:
         """The shape of the weight's Z: one number, one for each input unit, or one for each element."""
@@ -226,6 +244,9 @@ class Patch(Stochastic):
         return weight, self._mixed(self.bias, z)
 
     def fold(self) -> nn.Module:
+        if not self.whole:
+            own = ("kind", "whole", "map", "assignment", "sigma", "spread", "mixing")
+            return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
         plain = copied(self.layer)
         for name, tensor in zip(("weight", "bias"), self.drawn(), strict=True):
             if tensor is not None:
@@ -253,7 +274,7 @@ class Patch(Stochastic):
     def reset_parameters(self) -> None:
         """Draw each component anew, as torch initialises such a layer; those of a norm are moved apart."""
         if self.map is None:
-            if isinstance(self, _BatchNorm) or type(self.layer) in NORMS:  # only a user's class knows how its own start
+            if not self.whole:  # only another class knows how its own start
                 nn.init.ones_(self.weight)
                 if self.bias is not None:
                     nn.init.zeros_(self.bias)
@@ -284,7 +305,7 @@ class Patch(Stochastic):
     def extra_repr(self) -> str:
         zero = ", one of them zero" if len(self.weight) < self.mixing.components else ""
         noise = f", sigma={self.sigma}" if self.sigma else ""
-        return f"components={self.mixing.components}{zero}, assignment={self.assignment!r}{noise}"
+        return f"{self.kind}, components={self.mixing.components}{zero}, assignment={self.assignment!r}{noise}"
 
     def __getattr__(self, name: str) -> Any:
         """What networks ask a layer for (`stride`, `eps`)."""
@@ -298,7 +319,7 @@ def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.stack([t.detach() for t in tensors]), tensors[0].requires_grad)
 
 
-class PatchedBatchNorm(Patch, _BatchNorm):
+class PatchedBatchNorm(Patch, _BatchNorm):  # type: ignore[misc]  # whose forward takes x alone
     """`[B, C, ...] -> [B, C, ...]`. The running statistics are the layer's own, shared by all components.
 
     It is one of torch's batch norms for those who look for them to measure the statistics anew.
@@ -306,16 +327,7 @@ class PatchedBatchNorm(Patch, _BatchNorm):
 
     bias: Any  # torch's own says that it is never None
 
-    def _settle(self, layer: nn.Module) -> None:
-        """Take over the layer's settings and running statistics."""
-        settings = {key: value for key, value in vars(layer).items() if key not in vars(nn.Module())}
-        vars(self).update(copy.deepcopy(settings))
-        self.kind = type(layer).__name__
-        for name, buffer in layer._buffers.items():
-            self.register_buffer(name, None if buffer is None else buffer.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.drawn()
+    def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.training or self.running_mean is None or self.running_var is None:
             kept = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
             return F.batch_norm(x, *kept, weight, bias, True, self._step(), self.eps)
@@ -330,19 +342,9 @@ class PatchedBatchNorm(Patch, _BatchNorm):
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
-    def fold(self) -> nn.Module:
-        own = ("kind", "map", "assignment", "sigma", "spread", "mixing")
-        return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.reset_running_stats()
-
-
-def _normalised(layer: Any, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    if isinstance(layer, nn.LayerNorm):
-        return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
-    return F.group_norm(x, layer.num_groups, weight, bias, layer.eps)
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> Tensor:
@@ -359,6 +361,8 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> T
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm)
+KINDS = (nn.Linear, *CONVOLUTIONS, *NORMS)
+"""Torch's own layers, which need not be kept to be computed."""
 
 
 # -- which layers ------------------------------------------------------------------------------------------
