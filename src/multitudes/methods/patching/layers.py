@@ -269,7 +269,10 @@ class Patch(Stochastic):
         if self.map is None:
             return z
         affine, shape = AffineMap(*self.map), self.weight.shape[1:]
-        return affine.outer(z, z.new_ones(affine.widths(shape)[1]), len(shape))
+        groups, outputs = affine.groups, affine.widths(shape)[1]
+        z = z.unflatten(-1, (groups, 1, -1)).expand(*z.shape[:-1], groups, outputs // groups, -1)
+        z = (z.mT if affine.inputs == 0 else z).flatten(-3, -2)
+        return z.reshape(*z.shape, *[1] * (len(shape) - 2))
 
     def reset_parameters(self) -> None:
         """Draw each component anew, as torch initialises such a layer; those of a norm are moved apart."""
