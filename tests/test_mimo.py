@@ -22,6 +22,12 @@ def of(forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
     return Of(forward, **layers(**parts))
 
 
+def zeros() -> nn.Module:
+    layer = nn.Linear(8, 8, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0)  # sequence-first, without positions
     return of(lambda net, x: net.head(net.encoder(net.body(x))), encoder=nn.TransformerEncoder(layer, 1))
@@ -44,6 +50,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "another way": (
         lambda: of(lambda net, x: net.head(net.body(x).relu()) * x.sum(1, keepdim=True).sigmoid()), (5, 12),
         APART,
+    ),
+    "normalised before weights of 0": (
+        lambda: of(lambda net, x: net.head(net.gate(net.body(x - x.mean(1, keepdim=True)).relu())), gate=zeros()),
+        (5, 12), APART,
+    ),
+    "another way through weights of 0": (
+        lambda: of(lambda net, x: net.head(net.body(x).relu() + net.gate(x.sum(1, keepdim=True).expand(-1, 8))),
+                   gate=zeros()), (5, 12), APART,
     ),
     "softmax after": (
         lambda: of(lambda net, x: net.head(net.body(x).relu()).softmax(1)), (5, 12),

@@ -28,6 +28,7 @@ __all__ = [
     "alike",
     "first_difference",
     "is_half",
+    "moved_weights",
     "rows_interact",
     "running_statistics",
     "silent_trial",
@@ -47,7 +48,7 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     with (
         unmoved(network, x),
         torch.no_grad(),
-        _moved_weights(network),
+        moved_weights(network),
         expecting(network),
         Redrawn(STILL),
         recording(network, (), looks=network.parameters()) as trace,
@@ -64,7 +65,7 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 
 
 @contextmanager
-def _moved_weights(network: nn.Module) -> Iterator[None]:
+def moved_weights(network: nn.Module) -> Iterator[None]:
     """Replace every weight by another of about the same size, none of them nearly zero."""
     before = [(parameter, parameter.data) for parameter in network.parameters()]
     for number, (parameter, data) in enumerate(before):

@@ -16,7 +16,7 @@ from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.proof import alike, rows_interact
+from multitudes.core.proof import alike, moved_weights, rows_interact
 from multitudes.core.trace import observing
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
@@ -217,7 +217,9 @@ def _proven_axes(
         reason = rows_interact(model, lambda rows: call(model, rows)[None], x)
         reason = reason and f"{reason}, and MIMO shuffles rows"
         for inputs in range(1, x.dim()) if not reason else ():
-            trouble = _trouble(Mimo(copied(network), members, first, last, inputs, outputs), x)
+            net = Mimo(copied(network), members, first, last, inputs, outputs)
+            with moved_weights(net.network):  # since one that is 0 hides what is before it
+                trouble = _trouble(net, x)
             if not trouble:
                 return inputs, outputs
             reason = reason or trouble
@@ -230,22 +232,19 @@ def _proven_axes(
 def _trouble(net: Mimo, x: Tensor) -> str:
     """Return how the widened network fails to keep its members apart; nothing where it does not.
 
-    With random weights in the first and the last layer, the first's for all inputs but one 0, each member must
-    answer to that one input as it does alone, whatever the others are.
+    With the first layer's weights for all inputs but one at 0, each member must answer to that one input as it does
+    alone, whatever the others are.
     """
     generator = torch.Generator().manual_seed(0)
     moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]
     inputs = [x + each for each in moved] if x.is_floating_point() else [x.flip(0), *[x] * (net.members - 1)]
-    first, last = net.network.get_submodule(net.first), net.network.get_submodule(net.last)
-    for parameter in (first.get_parameter("weight"), *last.parameters()):
-        size = (parameter.numel() / len(parameter)) ** 0.5
-        parameter.data = (torch.randn(parameter.shape, generator=generator) / size).to(parameter)
-    shares = first.get_parameter("weight").data.unflatten(1, (net.members, -1))
+    first = net.network.get_submodule(net.first).get_parameter("weight")
+    shares = first.data.unflatten(1, (net.members, -1))
     alone = [net._member(index) for index in range(net.members)]
     for number, own in enumerate(inputs):
         only = torch.zeros_like(shares)
         only[:, number] = shares.sum(1)
-        first.get_parameter("weight").data = only.flatten(1, 2)
+        first.data = only.flatten(1, 2)
         try:
             answers = net._answers(inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
