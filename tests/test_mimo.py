@@ -22,27 +22,46 @@ def of(forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
     return Of(forward, **layers(**parts))
 
 
+def zeros() -> nn.Module:
+    layer = nn.Linear(8, 8, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0)  # sequence-first, without positions
     return of(lambda net, x: net.head(net.encoder(net.body(x))), encoder=nn.TransformerEncoder(layer, 1))
 
 
+APART = (
+    "its input must go straight into its first layer, 'body', and its output come straight from its last layer, "
+    "'head'; "
+    r"side by side with others, input \d does not give output \d what it gives alone"
+)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "normalised over features": (
         lambda: of(lambda net, x: net.head(net.body(x - x.mean(1, keepdim=True)).relu())), (5, 12),
-        "layer 'body' does not see each as it sees it alone",
+        APART,
     ),
     "a permutation": (
         lambda: of(lambda net, x: net.head(net.body(x.view(len(x), -1, 4).mT.flatten(1)).relu())), (5, 12),
-        "layer 'body' does not see each as it sees it alone",
+        APART,
     ),
     "another way": (
         lambda: of(lambda net, x: net.head(net.body(x).relu()) * x.sum(1, keepdim=True).sigmoid()), (5, 12),
-        "its input also reaches the output by another way than through layer 'body'",
+        APART,
+    ),
+    "normalised before weights of 0": (
+        lambda: of(lambda net, x: net.head(net.gate(net.body(x - x.mean(1, keepdim=True)).relu())), gate=zeros()),
+        (5, 12), APART,
+    ),
+    "another way through weights of 0": (
+        lambda: of(lambda net, x: net.head(net.body(x).relu() + net.gate(x.sum(1, keepdim=True).expand(-1, 8))),
+                   gate=zeros()), (5, 12), APART,
     ),
     "softmax after": (
         lambda: of(lambda net, x: net.head(net.body(x).relu()).softmax(1)), (5, 12),
-        "what comes after layer 'head' mixes its outputs",
+        APART,
     ),
     "sequence first": (encoder, (6, 3, 12), "the first axis of x is not the batch, or rows affect each other"),
     "rows that see each other": (

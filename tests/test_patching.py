@@ -283,6 +283,21 @@ def test_fresh_members_forget_what_was_learned() -> None:
         assert not (norm.mixing.logits.any() or norm.running_mean.any() or norm.num_batches_tracked.any())
 
 
+class Initialised(nn.Sequential):
+    """It initialises its own layers, by their classes."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.weight.data.normal_()
+
+
+@pytest.mark.parametrize("layers", ["norm+output", None])
+def test_no_layer_without_a_weight_is_left_for_a_networks_own_code(layers: str | None) -> None:
+    net = patched(Initialised(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), 3, layers, seed=0)
+    assert all(m.weight is not None for m in net.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)))
+    assert mt.deep_ensemble(net, 2, seed=0)(torch.randn(5, 4), draws=2).shape == (4, 5, 3)
+
+
 @pytest.mark.parametrize("mixing", ["uniform", [0.2, 0.3, 0.5]])
 def test_components_of_a_pretrained_network_start_around_it(mixing: Any) -> None:
     model, x = mlp(nn.LayerNorm), torch.randn(5, 4)

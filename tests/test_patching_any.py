@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.methods.patching.conversion import family
-from multitudes.methods.patching.layers import PatchedWrapped, PatchedWrappedNorm, is_affine_norm
+from multitudes.methods.patching.layers import Patch, is_affine_norm
 from tests.of_parts import Of
 
 
@@ -65,7 +65,7 @@ def test_all_norms_that_are_affine_in_their_weight_are_patched() -> None:
         net = mt.patched(model, 3, init="pretrained", spread=0.3, example=x, seed=0).eval()
     names = {"first", "second", "third", "fourth", "fifth", "head"}
     assert {name for name in net.notes if "components" in net.notes[name]} == names
-    assert isinstance(net.first, PatchedWrappedNorm)
+    assert isinstance(net.first, Patch)
     drawn, frozen = net(x, draws=4, seed=3), mt.freeze(net, 4, seed=3)
     for i in range(4):
         plain = frozen.member(i)
@@ -115,7 +115,7 @@ def test_layers_of_any_class_are_drawn_by_the_equation(kind: str, assignment: st
     model, x = nn.Sequential(build()), torch.randn(3, *shape)
     net = family(model, 3, assignment, init="pretrained", spread=0.5, seed=0).eval()
     layer: Any = net.network[0]
-    assert isinstance(layer, PatchedWrapped)
+    assert isinstance(layer, Patch)
     frozen = mt.freeze(net, 3, seed=1)
     torch.testing.assert_close(net(x, draws=3, seed=1), frozen(x), rtol=1e-4, atol=1e-5)
     for i in range(3):

@@ -15,7 +15,7 @@ from torch.distributions import RelaxedOneHotCategorical
 
 import multitudes as mt
 from multitudes.methods.patching import family, patched
-from multitudes.methods.patching.layers import Patch, PatchedNorm
+from multitudes.methods.patching.layers import Patch
 from tests.test_patching import assigned, mlp, patches
 
 
@@ -70,7 +70,7 @@ def z_shapes(patch: Patch, assignment: str) -> list[Sequence[int]]:
     """The assignments that a layer draws, one after the other."""
     weight = patch.weight.shape[1:]
     if assignment == "row":
-        return [weight if isinstance(patch, PatchedNorm) else (weight[1] * getattr(patch, "groups", 1),)]
+        return [weight if patch.map is None else (weight[1] * getattr(patch, "groups", 1),)]
     return [weight, *([] if patch.bias is None else [patch.bias.shape[1:]])] if assignment == "element" else [()]
 
 

@@ -136,5 +136,5 @@ def test_patching_twice_counts_every_layer_once() -> None:
     twice = patched(patched(mlp(), 3, "norm"), 2, "output", cross=True)
     assert twice.ensemble_size() == 3 * 2 ** (18 + 3)
     torch.testing.assert_close(twice.kl(weight_precision=2.0), patching_kl(twice.network, weight_precision=2.0))
-    with pytest.raises(ValueError, match="layers: layer '3' is a PatchedLinear, which cannot be patched"):
+    with pytest.raises(ValueError, match="layers: layer '3' is a Patch, which cannot be patched"):
         patched(twice, 2, "output")

@@ -35,6 +35,7 @@ __all__ = [
     "alike",
     "difference",
     "first_difference",
+    "moved_weights",
     "rows_interact",
     "running_statistics",
     "silent_trial",
@@ -60,7 +61,7 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     with (
         unmoved(network, x) as drew,
         torch.no_grad(),
-        _moved_weights(network),
+        moved_weights(network),
         expecting(network),
         Redrawn(STILL),
         recording(network, (), looks=network.parameters()) as trace,
@@ -75,7 +76,7 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 
 
 @contextmanager
-def _moved_weights(network: nn.Module) -> Iterator[None]:
+def moved_weights(network: nn.Module) -> Iterator[None]:
     """Replace every weight by another of about the same size, none of them nearly zero."""
     before = [(parameter, parameter.data) for parameter in network.parameters()]
     try:  # there may not be enough memory

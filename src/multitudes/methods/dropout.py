@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -33,6 +32,8 @@ from multitudes.surgery.affine import (
     kind_of,
     maps_of,
     plain_copy,
+    product,
+    product_kind,
     run_with,
     select_affine,
     weight_of,
@@ -90,34 +91,26 @@ class DropConnect(Stochastic):
         kept = self.uniform(weight.shape, like=weight) >= self.p
         return weight * (kept.to(weight.dtype) / (1 - self.p))
 
+    def forward(self, x: Tensor) -> Any:
+        return product(self, x, self.connected(self.weight), self.bias)
+
     def fold(self) -> nn.Module:
-        kind = next(plain for plain, connected in CONNECTED.items() if connected is type(self))
-        return plain_layer(kind, self, self.connected(self.weight), self.bias, omit=("p",))
+        return plain_layer(product_kind(self), self, self.connected(self.weight), self.bias, omit=("p",))
 
 
 class DropConnectLinear(DropConnect, nn.Linear):
     """`[B, ..., I] -> [B, ..., O]`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.connected(self.weight), self.bias)
 
-
-class _DropConnectConv(DropConnect):
-    _conv_forward: Any
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.connected(self.weight), self.bias)
-
-
-class DropConnectConv1d(_DropConnectConv, nn.Conv1d):
+class DropConnectConv1d(DropConnect, nn.Conv1d):
     """`[B, I, L] -> [B, O, L']`."""
 
 
-class DropConnectConv2d(_DropConnectConv, nn.Conv2d):
+class DropConnectConv2d(DropConnect, nn.Conv2d):
     """`[B, I, H, W] -> [B, O, H', W']`."""
 
 
-class DropConnectConv3d(_DropConnectConv, nn.Conv3d):
+class DropConnectConv3d(DropConnect, nn.Conv3d):
     """`[B, I, D, H, W] -> [B, O, D', H', W']`."""
 
 

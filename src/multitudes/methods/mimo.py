@@ -8,7 +8,6 @@ label of its own input; in evaluation all M inputs are the same, and the outputs
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.proof import alike, rows_interact
-from multitudes.core.trace import hooked, observing, record
+from multitudes.core.proof import alike, moved_weights, rows_interact
+from multitudes.core.trace import observing
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
 from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
@@ -203,17 +202,16 @@ def _proven_axes(
 ) -> tuple[int, int]:
     """The axes of x and of the output along which inputs and outputs lie side by side, proven on the example.
 
-    The widened network still has the model's weights, so that for equal inputs it must give the model's own output.
-    For others, each must reach the first layer as it would alone, and reach the output through that layer only.
+    Each input must reach the output through the first layer only, as it would alone, and so must each output.
     """
     outputs = axis_of(model.get_submodule(last))
-    usual = -1 if isinstance(model.get_submodule(first), nn.Linear) and _seen(model, first, x).shape == x.shape else 1
-    axes = [usual, *(axis for axis in range(1, x.dim()) if axis not in (usual, usual % x.dim()))]
     with observing(model, network):
         reason = rows_interact(model, lambda rows: call(model, rows)[None], x)
         reason = reason and f"{reason}, and MIMO shuffles rows"
-        for inputs in axes if not reason else ():
-            trouble = _trouble(Mimo(network, members, first, last, inputs, outputs), model, x)
+        for inputs in range(1, x.dim()) if not reason else ():
+            net = Mimo(copied(network), members, first, last, inputs, outputs)
+            with moved_weights(net.network):  # since one that is 0 hides what is before it
+                trouble = _trouble(net, x)
             if not trouble:
                 return inputs, outputs
             reason = reason or trouble
@@ -223,76 +221,33 @@ def _proven_axes(
     )
 
 
-def _trouble(net: Mimo, model: nn.Module, x: Tensor) -> str:
-    """Return how the widened network differs from the model; nothing where it does not."""
+def _trouble(net: Mimo, x: Tensor) -> str:
+    """Return how the widened network fails to keep its members apart; nothing where it does not.
+
+    With the first layer's weights for all inputs but one at 0, each member must answer to that one input as it does
+    alone, whatever the others are.
+    """
     generator = torch.Generator().manual_seed(0)
     moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]
-    slots = [x + each for each in moved] if x.is_floating_point() else [x.flip(0), *[x] * (net.members - 1)]
-    want = call(model, x)
-    try:
-        got = net._answers([x] * net.members)
-        reaching = _seen(net.network, net.first, torch.cat(slots, net.inputs))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        return f"widened, it fails: {str(error).splitlines()[0]}"
-    if got.shape != (net.members, *want.shape):
-        return f"widened, it gives {list(got.shape)} instead of {[net.members, *want.shape]}"
-    axis = axis_of(model.get_submodule(net.first))
-    for index, slot in enumerate(slots):
-        own = reaching.unflatten(axis, (net.members, -1)).select(axis - 1, index)
-        if not _equal(own, _seen(model, net.first, slot)):
-            return (
-                f"of several inputs side by side, layer {net.first!r} does not see each as it sees it alone: something "
-                "before that layer mixes or moves positions or channels"
-            )
-    others = [-slot for slot in slots] if x.is_floating_point() else slots[::-1]
-    if not _equal(*(_past(net, torch.cat(inputs, net.inputs)) for inputs in (slots, others))):
-        return f"its input also reaches the output by another way than through layer {net.first!r}"
-    if not all(_equal(one, other) for one, other in zip(*_outputs_of(net, model, x, generator), strict=True)):
-        return f"what comes after layer {net.last!r} mixes its outputs"
-    if not all(_equal(one, want) for one in got):
-        return f"for {net.members} equal inputs the widened network gives other values than the model"
+    inputs = [x + each for each in moved] if x.is_floating_point() else [x.flip(0), *[x] * (net.members - 1)]
+    first = net.network.get_submodule(net.first).get_parameter("weight")
+    shares = first.data.unflatten(1, (net.members, -1))
+    alone = [net._member(index) for index in range(net.members)]
+    for number, own in enumerate(inputs):
+        only = torch.zeros_like(shares)
+        only[:, number] = shares.sum(1)
+        first.data = only.flatten(1, 2)
+        try:
+            answers = net._answers(inputs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            return f"widened, it fails: {str(error).splitlines()[0]}"
+        for index, (member, answer) in enumerate(zip(alone, answers, strict=True)):
+            want = call(member, own)
+            if answer.shape != want.shape:
+                return f"widened, it gives {list(answer.shape)} instead of {list(want.shape)}"
+            if not alike(answer[None], want[None]):
+                return f"side by side with others, input {number} does not give output {index} what it gives alone"
     return ""
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and alike(one[None], other[None])
-
-
-def _seen(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Return the first input of a layer."""
-    seen: Tensor = record(model, x, [name]).calls[0].args[0]
-    return seen
-
-
-def _past(net: Mimo, x: Tensor) -> Tensor:
-    """The output if the first layer gives the same whatever x is."""
-
-    def same(_: str, __: nn.Module, ___: Any, y: Tensor) -> Tensor:
-        return torch.rand(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-
-    with hooked(net.network, [net.first], same):
-        return call(net.network, x)
-
-
-def _outputs_of(
-    net: Mimo, model: nn.Module, x: Tensor, generator: torch.Generator
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Each member's output, and the model's, where the last layer gives any values."""
-    axis = axis_of(model.get_submodule(net.last))
-    given: list[Tensor] = []
-
-    def wide(_: str, __: nn.Module, ___: Any, y: Tensor) -> Tensor:
-        given.append(torch.randn(y.shape, generator=generator).to(y))
-        return given[-1]
-
-    with hooked(net.network, [net.last], wide):
-        got = list(net._answers([x] * net.members))
-    want = []
-    for index in range(net.members):
-        parts = iter([values.unflatten(axis, (net.members, -1)).select(axis - 1, index) for values in given])
-        with hooked(model, [net.last], lambda *_, parts=parts: next(parts)):
-            want.append(call(model, x))
-    return got, want
 
 
 ROWS = (

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -275,31 +274,25 @@ def subspace(
         if data is None:
             raise ValueError(f"floor={floor!r} needs data=(x, y) to measure the accuracy on")
     data = Batches.of(data)
-    if checkpoints is None and kind in ("diagonal", "low_rank"):
+    around = kind in ("random", "dropout")
+    if checkpoints is None and not around:
         raise ValueError(f"kind={kind!r} needs checkpoints: a Recorder or a list of state dicts")
-    model = built(model)
-    if isinstance(model, Members):
-        given = [model.state_dict()] if checkpoints is None else checkpoints
-        convert = partial(subspace, rank=rank, p=p, scale=scale, data=data, floor=floor, tries=tries, task=task)
-        return _of_each(model, given, lambda member, own: convert(member, kind, own))
 
-    centre = _network(model)
-    given = [centre.state_dict()] if checkpoints is None else checkpoints
-    states = Trajectory.of(given, centre, least=1 if kind in ("random", "dropout") else 2).states
-    _load(centre, states[-1])
-    network: Around
-    if kind == "random":
-        network = RandomAround(centre, scale or 10.0)
-    elif kind == "dropout":
-        network = DropoutAround(centre, low, high)
-    else:
-        moments = Trajectory(states).moments()
-        _load(centre, moments.mean)
-        if kind == "diagonal":
-            network = GaussianAround(centre, (scale or 1.0) * flat_state(moments.variance, centre).sqrt(), None)
+    def convert(centre: nn.Module, trajectory: Trajectory) -> Multitude:
+        states = trajectory.states
+        _load(centre, states[-1] if around else Trajectory(states).moments().mean)
+        if kind == "random":
+            network: Around = RandomAround(centre, scale or 10.0)
+        elif kind == "dropout":
+            network = DropoutAround(centre, low, high)
+        elif kind == "diagonal":
+            variance = Trajectory(states).moments().variance
+            network = GaussianAround(centre, (scale or 1.0) * flat_state(variance, centre).sqrt(), None)
         else:
             network = GaussianAround(centre, None, (scale or 1.0) * principal_directions(states, centre, rank))
-    return _finished(network, model, data, floor, tries).like(model, task)
+        return _finished(network, data, floor, tries)
+
+    return _converted(model, checkpoints, convert, task, least=1 if around else 2)
 
 
 def swa(
@@ -316,15 +309,14 @@ def swa(
     True
     """
     data = Batches.of(data)
-    model = built(model)
-    if isinstance(model, Members):
-        return _of_each(model, checkpoints, lambda m, c: swa(m, c, data=data, task=task))
-    network = _network(model)
-    trajectory = Trajectory.of(checkpoints, network)
-    _load(network, trajectory.states[-1] | trajectory.moments().mean)
-    if data is not None and norms(network):
-        _load(network, statistics(network, {}, data))
-    return Multitude(network).like(model, task)
+
+    def convert(network: nn.Module, trajectory: Trajectory) -> Multitude:
+        _load(network, trajectory.states[-1] | trajectory.moments().mean)
+        if data is not None and norms(network):
+            _load(network, statistics(network, {}, data))
+        return Multitude(network)
+
+    return _converted(model, checkpoints, convert, task)
 
 
 def swag(
@@ -357,47 +349,50 @@ def swag(
         check_count("rank", rank)
     check_number("scale", scale, 0, above=True)
     data = Batches.of(data)
+
+    def convert(centre: nn.Module, trajectory: Trajectory) -> Multitude:
+        columns = len(trajectory.states) if rank is None else rank
+        if not 2 <= columns <= len(trajectory.states):
+            raise ValueError(f"rank must be 2 to {len(trajectory.states)}, the number of checkpoints, got {columns}")
+        deviations: list[Tensor] = []
+        for state, moments in trajectory.along():
+            deviations = [*deviations[1 - columns :], flat_state(state, centre) - flat_state(moments.mean, centre)]
+        std = math.sqrt(scale) * flat_state(moments.variance, centre).sqrt()
+        factor = math.sqrt(scale / (columns - 1)) * torch.stack(deviations)
+        _load(centre, trajectory.states[-1] | moments.mean)
+        return _finished(GaussianAround(centre, std, factor), data)
+
+    return _converted(model, checkpoints, convert, task, least=2)
+
+
+def _converted(
+    model: nn.Module | Factory,
+    checkpoints: Checkpoints | None,
+    convert: Callable[[nn.Module, Trajectory], Multitude],
+    task: str | None,
+    least: int = 1,
+) -> Any:
+    """A copy of the network, or of each member, converted with its own checkpoints, or else its own weights."""
     model = built(model)
     if isinstance(model, Members):
-        return _of_each(model, checkpoints, lambda m, c: swag(m, c, rank=rank, scale=scale, data=data, task=task))
-    centre = _network(model)
-    trajectory = Trajectory.of(checkpoints, centre, 2)
-    rank = len(trajectory.states) if rank is None else rank
-    if not 2 <= rank <= len(trajectory.states):
-        raise ValueError(f"rank must be 2 to {len(trajectory.states)}, the number of checkpoints, got {rank}")
-    deviations: list[Tensor] = []
-    for state, moments in trajectory.along():
-        deviations = [*deviations[1 - rank :], flat_state(state, centre) - flat_state(moments.mean, centre)]
-    std = math.sqrt(scale) * flat_state(moments.variance, centre).sqrt()
-    factor = math.sqrt(scale / (rank - 1)) * torch.stack(deviations)
-    _load(centre, trajectory.states[-1] | moments.mean)
-    return _finished(GaussianAround(centre, std, factor), model, data).like(model, task)
-
-
-def _network(model: nn.Module) -> nn.Module:
-    """A copy of the network to convert."""
+        trajectory = Trajectory.of([model.state_dict()] if checkpoints is None else checkpoints, model)
+        members = range(model.members)
+        return fuse([_converted(model.member(i), trajectory.of_member(i), convert, task, least) for i in members])
     network = check_model(model)
     if isinstance(network, Around):
         raise ValueError("model draws its weights around a trajectory already: convert the plain network")
     if not weights_of(network):
         raise ValueError(f"model ({type(network).__name__}) has no weights to draw")
-    return copied(network)
-
-
-def _of_each(
-    model: Members, checkpoints: Checkpoints, convert: Callable[[nn.Module, Trajectory], Multitude]
-) -> Members:
-    trajectory = Trajectory.of(checkpoints, model)
-    return fuse([convert(model.member(i), trajectory.of_member(i)) for i in range(model.members)])
+    network = copied(network)
+    trajectory = Trajectory.of([network.state_dict()] if checkpoints is None else checkpoints, network, least)
+    return convert(network, trajectory).like(model, task)
 
 
 def _load(network: nn.Module, state: State) -> None:
     network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
 
 
-def _finished(
-    network: Around, model: nn.Module, data: Batches | None, floor: float | None = None, tries: int = 5
-) -> Subspace:
+def _finished(network: Around, data: Batches | None, floor: float | None = None, tries: int = 5) -> Subspace:
     if data is not None and (norms(network) or floor is not None):
         network.data, network.floor, network.tries = data, floor, tries
         if norms(network):

@@ -34,6 +34,8 @@ __all__ = [
     "kind_of",
     "maps_of",
     "plain_copy",
+    "product",
+    "product_kind",
     "run_with",
     "select_affine",
     "weight_of",
@@ -247,6 +249,18 @@ def _transposed(
     settings = layer.stride, layer.padding, layer.kernel_size
     extra = layer._output_padding(x, output_size, *settings, spatial, layer.dilation)
     return convolve(x, weight, bias, layer.stride, layer.padding, extra, layer.groups, layer.dilation)
+
+
+def product_kind(layer: nn.Module) -> type[nn.Module]:
+    """Torch's own class that a layer's class is made of, of those that multiply by a weight."""
+    return next(kind for kind in PRODUCTS if isinstance(layer, kind))
+
+
+def product(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What torch's own forward of a linear layer or convolution makes of x with another weight and bias."""
+    convolves = isinstance(layer, CONVOLUTIONS)
+    y: Tensor = layer._conv_forward(x, weight, bias) if convolves else F.linear(x, weight, bias)
+    return y
 
 
 def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> nn.Module:

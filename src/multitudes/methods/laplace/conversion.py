@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +22,18 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.core.devices import device_in
 from multitudes.core.draws.memory import free_bytes, in_bytes
 from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude, plain
 from multitudes.core.predictor import PredictorModule
 from multitudes.core.tasks import Task, task_of
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
-from multitudes.methods.laplace.layers import (
-    STRUCTURES,
-    LaplaceConv,
-    LaplaceLayer,
-    LaplaceLinear,
-    WithNoise,
-)
+from multitudes.methods.laplace.layers import STRUCTURES, LaplaceLayer, WithNoise
 from multitudes.methods.laplace.posterior import measured
 from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
-from multitudes.methods.laplace.rows import OutputLayer, device_of, fits_noise, output_layer, rows_of
+from multitudes.methods.laplace.rows import described, fits_noise, output_layer, rows_of
 from multitudes.methods.registry import Method, Settings, single
-from multitudes.surgery.affine import weight_of
 from multitudes.surgery.layers import Selector, check_model, replace
 
 MOST = 256e6
@@ -104,105 +97,95 @@ def laplace(
     >>> torch.equal(net(x, draws=0)[0], model(x))
     True
     """
-    options = _Options(structure, prior, validation, approximation, layers, noise, draws, memory, task)
-    batches = Batches(data)
-    held_out = Batches.of(validation)
+    check_choice("structure", structure, ("auto", *STRUCTURES))
+    check_choice("approximation", approximation, ("draws", "probit", "exact"))
+    if isinstance(prior, str):
+        check_choice("prior", prior, ("marginal", "validation"))
+    else:
+        check_number("prior", prior, 0, above=True)
+    if (prior == "validation") != (validation is not None):
+        got = "none" if validation is None else f"prior={prior!r}"
+        raise ValueError(f"validation is the held-out data of prior='validation', and goes with it, got {got}")
+    if isinstance(noise, Tensor):
+        if not bool((noise > 0).all()) or not bool(noise.isfinite().all()):
+            raise ValueError("noise must hold variances, finite and above 0")
+    elif noise is not None:
+        check_number("noise", noise, 0, above=True)
+    if draws is not None:
+        check_count("draws", draws)
+    if task is not None:
+        task_of(task)
+    if memory is not None:
+        in_bytes(memory)
+    batches, held_out = Batches.of(data), Batches.of(validation)
+    own: dict[str, Any] = {
+        "structure": structure,
+        "prior": prior,
+        "approximation": approximation,
+        "layers": layers,
+        "noise": noise,
+    }
     if isinstance(model, Members):
         alone = [Multitude(plain(model.member(index))).like(model) for index in range(model.members)]
-        made = [_converted(each, batches, held_out, options) for each in alone]
+        made = [laplace(each, batches, validation=held_out, memory=memory, task=task, **own) for each in alone]
         net: Laplace = LaplaceMembers([plain(each) for each in made], len(made)).like(model)
         net.notes = {name: _note(net) if "posterior" in note else note for name, note in made[0].notes.items()}
-        return _set(net, made[0].task, options)
-    return _converted(model, batches, held_out, options)
+        predicts = made[0].task
+    else:
+        net, predicts = _converted(model, batches, held_out, memory=memory, task=task, **own)
+    if task is not None or not task_of(predicts).classes:
+        net.task = predicts
+    net.draws = net.draws if draws is None else draws
+    net.memory = net.memory if memory is None else memory
+    if approximation != "draws":
+        net.approximation = approximation
+    return net
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The arguments of `laplace`, checked."""
-
-    structure: str
-    prior: float | str
-    validation: Any
-    approximation: str
-    layers: Selector
-    noise: float | Tensor | None
-    draws: int | None
-    memory: str | float | None
-    task: str | None
-
-    def __post_init__(self) -> None:
-        check_choice("structure", self.structure, ("auto", *STRUCTURES))
-        check_choice("approximation", self.approximation, ("draws", "probit", "exact"))
-        if self.draws is not None:
-            check_count("draws", self.draws)
-        if self.task is not None:
-            task_of(self.task)
-        if self.memory is not None:
-            in_bytes(self.memory)
-        if isinstance(self.prior, str):
-            check_choice("prior", self.prior, ("marginal", "validation"))
-        else:
-            check_number("prior", self.prior, 0, above=True)
-        if (self.prior == "validation") != (self.validation is not None):
-            got = "none" if self.validation is None else f"prior={self.prior!r}"
-            raise ValueError(f"validation is the held-out data of prior='validation', and goes with it, got {got}")
-        if isinstance(self.noise, Tensor):
-            if not bool((self.noise > 0).all()) or not bool(self.noise.isfinite().all()):
-                raise ValueError("noise must hold variances, finite and above 0")
-        elif self.noise is not None:
-            check_number("noise", self.noise, 0, above=True)
-
-    def budget(self, device: torch.device) -> float:
-        """How many bytes a curvature may take."""
-        return free_bytes(device) / 4 if self.memory is None else in_bytes(self.memory)
-
-
-def _converted(model: nn.Module, batches: Batches, held_out: Batches | None, options: _Options) -> Laplace:
+def _converted(
+    model: nn.Module,
+    batches: Any,
+    held_out: Batches | None,
+    *,
+    structure: str,
+    prior: float | str,
+    approximation: str,
+    layers: Selector,
+    noise: float | Tensor | None,
+    memory: str | float | None,
+    task: str | None,
+) -> tuple[Laplace, str]:
+    """The converted network, and the task that it predicts for."""
     network = _network(model)
-    reader = Multitude(network).like(model, options.task)
-    task = reader.reading
-    _check_task(task, options)
-    x, _ = next(iter(batches.on(device_of(network))))
-    output = output_layer(network, options.layers, x)
-    weight, bias = _weights(output)
-    random = len(weight) // task.per_value
+    reader = Multitude(network).like(model, task)
+    reading = reader.reading
+    _check_task(reading, noise, approximation)
+    x, _ = next(iter(batches.on(device_in(network))))
+    name = output_layer(network, layers, x)
+    where, layer = described(network, name), LaplaceLayer.of(network.get_submodule(name))
+    converted = replace(network, {name: layer})
+    weight, bias = layer.weight, layer.bias
+    random = len(weight) // reading.per_value
     features = weight.shape[1] + (bias is not None)
-    softmax = task.class_axis is not None
-    most = MOST if options.memory is None else math.inf
-    structure = structure_for(options.structure, random, features, softmax, options.budget(weight.device), most)
-    trained = wide(weight.flatten(1))[:random].square().sum()
-    trained = trained if bias is None else trained + wide(bias.detach())[:random].square().sum()
+    softmax = reading.class_axis is not None
+    budget = free_bytes(weight.device) / 4 if memory is None else in_bytes(memory)
+    structure = structure_for(structure, random, features, softmax, budget, MOST if memory is None else math.inf)
+    square = sum(float(wide(own.detach())[:random].square().sum()) for own in (weight, bias) if own is not None)
     curvature = Curvature(structure, random, features, softmax, weight)
-    posterior = measured(task, rows_of(network, output, batches, reader), curvature, float(trained))
-    prior = None if isinstance(options.prior, str) else float(options.prior)
-    noise = _given_noise(options.noise, posterior.evidence.errors)
-    held = None if held_out is None else rows_of(network, output, held_out, reader, "validation")
-    fitted = posterior.fitted(prior, noise, held)
-    kind = LaplaceConv if output.dense else LaplaceLinear
-    learns = any(p.requires_grad for name, p in output.layer.named_parameters() if name != "bias")
-    layer: LaplaceLayer = kind.of(output.layer, weight, bias, learns).train(output.layer.training)
+    posterior = measured(reading, rows_of(converted, name, where, batches, reader), curvature, square)
+    held = None if held_out is None else rows_of(converted, name, where, held_out, reader, "validation")
+    given = None if isinstance(prior, str) else float(prior)
+    fitted = posterior.fitted(given, _given_noise(noise, posterior.errors), held)
     tensors = posterior.spectrum.posterior(posterior.precisions(fitted))
     layer.hold(structure, tensors, fitted.prior, fitted.log_evidence)
-    converted = replace(network, {output.name: layer})
     if fitted.noise is not None:
         # A network that is its output layer has no place for a name; inside another it has one.
-        inside = converted if output.name else nn.Sequential(converted).train(converted.training)
-        noise = fitted.noise.to(torch.float32)
-        converted = WithNoise(inside, noise[0] if len(noise) == 1 else noise)
+        inside = converted if name else nn.Sequential(converted).train(converted.training)
+        variances = fitted.noise.to(torch.float32)
+        converted = WithNoise(inside, variances[0] if len(variances) == 1 else variances)
     net = Laplace(converted).like(model)
-    net.notes = {**getattr(model, "notes", {}), output.name: _note(net)}
-    return _set(net, "gaussian" if fits_noise(task) else task.name, options)
-
-
-def _set(net: Laplace, task: str, options: _Options) -> Laplace:
-    """With the settings that were asked for."""
-    if options.task is not None or not task_of(task).classes:
-        net.task = task
-    net.draws = net.draws if options.draws is None else options.draws
-    net.memory = options.memory if options.memory is not None else net.memory
-    if options.approximation != "draws":
-        net.approximation = options.approximation
-    return net
+    net.notes = {**getattr(model, "notes", {}), name: _note(net)}
+    return net, "gaussian" if fits_noise(reading) else reading.name
 
 
 def _note(net: Laplace) -> str:
@@ -228,21 +211,14 @@ def _network(model: nn.Module) -> nn.Module:
     return check_model(model)
 
 
-def _check_task(task: Task, options: _Options) -> None:
+def _check_task(task: Task, noise: float | Tensor | None, approximation: str) -> None:
     if not task.likelihood:
         raise ValueError(f"task {task.name!r} has no likelihood, which a Laplace posterior needs: use another method")
-    if options.noise is not None and not fits_noise(task):
-        raise ValueError(f"noise={options.noise!r} is for task 'regression', and the task is {task.name!r}")
-    if options.approximation not in approximations(task):
+    if noise is not None and not fits_noise(task):
+        raise ValueError(f"noise={noise!r} is for task 'regression', and the task is {task.name!r}")
+    if approximation not in approximations(task):
         choices = " or ".join(map(repr, approximations(task)))
-        raise ValueError(f"approximation must be {choices} for task {task.name!r}, got {options.approximation!r}")
-
-
-def _weights(output: OutputLayer) -> tuple[Tensor, nn.Parameter | None]:
-    """The trained weight, `[O, I]` or `[O, I, 1, 1]`, and bias."""
-    weight = weight_of(output.layer).detach()
-    bias = output.layer.bias if output.has_bias else None
-    return weight.mT if output.affine.inputs == 0 else weight, bias
+        raise ValueError(f"approximation must be {choices} for task {task.name!r}, got {approximation!r}")
 
 
 def _given_noise(noise: float | Tensor | None, errors: Tensor | None) -> Tensor | None:

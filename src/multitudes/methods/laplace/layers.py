@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,19 +25,14 @@ from multitudes.core.calling import call
 from multitudes.core.copying import Sharing
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.tasks.gaussian import join_gaussian
+from multitudes.surgery.affine import kind_of, maps_of, product, product_kind, weight_of
 
-__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws", "features_of"]
+__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws"]
 
 STRUCTURES = ("full", "kron", "diag")
 """From the richest to the smallest."""
 
 PROBIT = math.pi / 8
-
-
-def features_of(x: Tensor, bias: bool, like: Tensor) -> Tensor:
-    """A layer's inputs `[..., I]`, and with a bias a last one of ones `[..., I + 1]`, in the dtype of `like`."""
-    x = x.to(like.dtype)
-    return F.pad(x, (0, 1), value=1.0) if bias else x
 
 
 class LaplaceLayer(Stochastic):
@@ -50,8 +45,6 @@ class LaplaceLayer(Stochastic):
     """
 
     noise = "weights"
-    plain: type[nn.Module]
-    """The class of the layer that it is a posterior of."""
     weight: Tensor
     bias: Any
     side: str | None = None
@@ -80,14 +73,14 @@ class LaplaceLayer(Stochastic):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.side == "deviation":
-            return self._outputs(self.variances(self._rows(x)).sqrt()).to(x.dtype)
-        mean = self._product(x, self.weight, self.bias)
+            return self._outputs(self.variances(self.rows(x)).sqrt()).to(x.dtype)
+        mean = product(self, x, self.weight, self.bias)
         if self.side is not None:
-            variances = self._outputs(self.variances(self._rows(x)))
+            variances = self._outputs(self.variances(self.rows(x)))
             if self.side == "probit":
                 return (mean * torch.rsqrt(1 + PROBIT * variances)).to(mean.dtype)
             return mean + (self.point * variances.sqrt()).to(mean.dtype)
-        return mean if self.expects else mean + self._outputs(self._deviation(self._rows(x))).to(mean.dtype)
+        return mean if self.expects else mean + self._outputs(self._deviation(self.rows(x))).to(mean.dtype)
 
     def _deviation(self, rows: Tensor) -> Tensor:
         """The deviation of one draw's outputs from the mean, `[..., F] -> [..., O]`.
@@ -116,10 +109,14 @@ class LaplaceLayer(Stochastic):
             return rows.square() @ self.deviations.square().mT
         return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """Features `[..., F]` of the layer's inputs."""
-        last = x.movedim(1, -1) if isinstance(self, nn.Conv2d) else x
-        return features_of(last, self.bias is not None, self.weight)
+    def last(self, values: Tensor) -> Tensor:
+        """The layer's inputs or outputs with their channels last."""
+        return values.movedim(1, -1) if isinstance(self, nn.Conv2d) else values
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Features `[..., F]` of the layer's inputs, with a last one of ones for a bias."""
+        last = self.last(x).to(self.weight.dtype)
+        return last if self.bias is None else F.pad(last, (0, 1), value=1.0)
 
     def _outputs(self, values: Tensor) -> Tensor:
         """Put numbers for each random output, `[..., O]`, into the form of the layer's outputs; 0 for others."""
@@ -138,32 +135,33 @@ class LaplaceLayer(Stochastic):
 
     def fold(self) -> nn.Module:
         weight, bias = self.drawn()
-        plain: Any = self._empty(self.plain, weight, bias is not None)
+        plain: Any = self._empty(product_kind(self), weight, bias is not None)
         plain.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
         plain.bias = None if bias is None else nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
         return cast("nn.Module", plain.train(self.training))
 
-    @classmethod
-    def of(cls, layer: nn.Module, weight: Tensor, bias: nn.Parameter | None, trained: bool) -> Self:
-        """From a layer that computes with this weight and bias, whatever its class."""
-        made: Any = cls._empty(cls, weight, bias is not None)
-        made.weight = nn.Parameter(weight.detach().clone(), trained)
+    @staticmethod
+    def of(layer: Any) -> LaplaceLayer:
+        """From a linear layer or a convolution of one pixel, whatever its class, as yet without a posterior."""
+        kind = LaplaceConv if kind_of(layer) is nn.Conv2d else LaplaceLinear
+        weight = weight_of(layer).detach()
+        weight = weight.mT if maps_of(layer)[0].inputs == 0 else weight
+        bias = getattr(layer, "bias", None)
+        learns = any(p.requires_grad for name, p in layer.named_parameters() if name != "bias")
+        made: Any = LaplaceLayer._empty(kind, weight, bias is not None)
+        made.weight = nn.Parameter(weight.clone(), learns)
         made.bias = copy.deepcopy(bias)
         kept = {key: held for key, held in vars(layer).items() if key not in vars(made)}  # of a user's subclass
         vars(made).update(copy.deepcopy({key: held for key, held in kept.items() if not isinstance(held, Tensor)}))
-        return cast("Self", made)
+        return cast("LaplaceLayer", made)
 
-    @classmethod
-    def _empty(cls, kind: type[nn.Module], weight: Tensor, bias: bool) -> nn.Module:
+    @staticmethod
+    def _empty(kind: type[nn.Module], weight: Tensor, bias: bool) -> nn.Module:
         """A layer of a class, for a weight of this shape, without numbers."""
         outputs, inputs, *kernel = weight.shape
         return nn.utils.skip_init(
             kind, inputs, outputs, *kernel[:1], bias=bias, device=weight.device, dtype=weight.dtype
         )
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The plain layer's output with these weights."""
-        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Fresh weights have no posterior."""
@@ -178,19 +176,9 @@ class LaplaceLayer(Stochastic):
 class LaplaceLinear(LaplaceLayer, nn.Linear):
     """A linear layer, `[B, ..., I] -> [B, ..., O]`, with a posterior of its weights."""
 
-    plain = nn.Linear
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
 
 class LaplaceConv(LaplaceLayer, nn.Conv2d):
     """A convolution of one pixel, `[B, I, H, W] -> [B, O, H, W]`, with a posterior of its weights."""
-
-    plain = nn.Conv2d
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.conv2d(x, weight, bias)
 
 
 class WithoutDraws(Sharing):

@@ -54,11 +54,12 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the marginal likelihood is computed from."""
+class Posterior:
+    """The result of a pass over the training data, from which a posterior and its marginal likelihood are computed."""
 
-    values: Tensor
-    """The curvature's eigenvalues; for values with noise, those of a noise of variance 1, `[O, F]`."""
+    task: Task
+    spectrum: Spectrum
+    """Its eigenvalues are those of a noise of variance 1 where values have noise."""
     square: float
     """`|w|^2`."""
     log_likelihood: float = 0.0
@@ -72,7 +73,12 @@ class Evidence:
 
     def scaled(self, noise: Tensor | None) -> Tensor:
         """The eigenvalues for a noise."""
-        return self.values if noise is None else self.values / noise[:, None]
+        values = self.spectrum.values
+        return values if noise is None else values / noise[:, None]
+
+    def precisions(self, fitted: Fitted) -> Tensor:
+        """The eigenvalues of the posterior's precision."""
+        return self.scaled(fitted.noise) + fitted.prior
 
     def at(self, prior: float, noise: Tensor | None) -> float:
         """The log marginal likelihood."""
@@ -84,7 +90,19 @@ class Evidence:
 
     # -- the best ----------------------------------------------------------------------------------------
 
-    def fitted(self, prior: float | None, noise: Tensor | None) -> Fitted:
+    def fitted(self, prior: float | None, noise: Tensor | None, held_out: Iterable[Rows] | None) -> Fitted:
+        """With a prior precision, or the best by the marginal likelihood, or by held-out rows where there are any."""
+        if held_out is None:
+            return self.likeliest(prior, noise)
+        candidates = [self.likeliest(candidate, noise) for candidate in CANDIDATES]
+        losses = torch.zeros(len(candidates), dtype=torch.float64)
+        for rows in held_out:
+            losses += torch.tensor(self._losses(rows, candidates), dtype=torch.float64)
+        if not bool(losses.isfinite().any()):
+            raise ValueError("validation gives no finite likelihood for any prior precision: pass a number as prior")
+        return candidates[int(losses.nan_to_num(nan=math.inf).argmin())]
+
+    def likeliest(self, prior: float | None, noise: Tensor | None) -> Fitted:
         """With this prior and noise, or what maximises the marginal likelihood in the place of None."""
         if self.errors is None or self.counts is None or noise is not None:
             own = self.best_prior(noise) if prior is None else prior
@@ -99,6 +117,20 @@ class Evidence:
             if moved < CLOSE or prior is not None:
                 break
         return Fitted(own, noise, self.at(own, noise))
+
+    def _losses(self, rows: Rows, candidates: list[Fitted]) -> list[float]:
+        """Minus the log-likelihood of rows, for each candidate, by predictions without draws."""
+        width = self.spectrum.values.numel() if self.spectrum.vectors is not None else rows.phi.shape[1]
+        size = max(1, PART // (WIDE * width))
+        losses = [0.0] * len(candidates)
+        for start in range(0, len(rows.phi), size):
+            part = slice(start, start + size)
+            projected = self.spectrum.projected(rows.phi[part])
+            for index, candidate in enumerate(candidates):
+                variances = self.spectrum.variances(projected, self.precisions(candidate))
+                own = rows.outputs[part], rows.target[part], rows.weight[part]
+                losses[index] -= float(log_likelihood(self.task, *own, variances, candidate.noise))
+        return losses
 
     def best_prior(self, noise: Tensor | None) -> float:
         """The prior's precision of the largest marginal likelihood."""
@@ -115,11 +147,11 @@ class Evidence:
     def best_noise(self, prior: float) -> Tensor:
         """The noise of the largest marginal likelihood for a prior, `[O]` or `[1]`."""
         assert self.errors is not None and self.counts is not None
-        errors, counts = self.errors, self.counts
+        values, errors, counts = self.spectrum.values, self.errors, self.counts
 
         def rises(log: Tensor) -> Tensor:
             noise = log.exp()
-            determined = (self.values / (self.values + prior * noise[:, None])).sum(1)
+            determined = (values / (values + prior * noise[:, None])).sum(1)
             determined = determined.sum(0, keepdim=True) if len(errors) == 1 else determined
             return errors / noise + determined - counts > 0
 
@@ -136,46 +168,7 @@ def _root(rises: Callable[[Tensor], Tensor], middle: Tensor) -> Tensor:
     return (low + high) / 2
 
 
-# -- the posterior -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Posterior:
-    """What a pass over the training data gives."""
-
-    task: Task
-    spectrum: Spectrum
-    evidence: Evidence
-
-    def fitted(self, prior: float | None, noise: Tensor | None, held_out: Iterable[Rows] | None) -> Fitted:
-        """With a prior precision, or the best by the marginal likelihood, or by held-out rows where there are any."""
-        if held_out is None:
-            return self.evidence.fitted(prior, noise)
-        candidates = [self.evidence.fitted(candidate, noise) for candidate in CANDIDATES]
-        losses = torch.zeros(len(candidates), dtype=torch.float64)
-        for rows in held_out:
-            losses += torch.tensor(self._losses(rows, candidates), dtype=torch.float64)
-        if not bool(losses.isfinite().any()):
-            raise ValueError("validation gives no finite likelihood for any prior precision: pass a number as prior")
-        return candidates[int(losses.nan_to_num(nan=math.inf).argmin())]
-
-    def precisions(self, fitted: Fitted) -> Tensor:
-        """The eigenvalues of the posterior's precision."""
-        return self.evidence.scaled(fitted.noise) + fitted.prior
-
-    def _losses(self, rows: Rows, candidates: list[Fitted]) -> list[float]:
-        """Minus the log-likelihood of rows, for each candidate, by predictions without draws."""
-        width = self.spectrum.values.numel() if self.spectrum.vectors is not None else rows.phi.shape[1]
-        size = max(1, PART // (WIDE * width))
-        losses = [0.0] * len(candidates)
-        for start in range(0, len(rows.phi), size):
-            part = slice(start, start + size)
-            projected = self.spectrum.projected(rows.phi[part])
-            for index, candidate in enumerate(candidates):
-                variances = self.spectrum.variances(projected, self.precisions(candidate))
-                own = rows.outputs[part], rows.target[part], rows.weight[part]
-                losses[index] -= float(log_likelihood(self.task, *own, variances, candidate.noise))
-        return losses
+# -- from rows --------------------------------------------------------------------------------------------
 
 
 def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: float) -> Posterior:
@@ -195,10 +188,10 @@ def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: flo
         raise ValueError("data must hold at least one target that is not ignored")
     spectrum = curvature.spectrum()
     if not fits_noise(task):
-        return Posterior(task, spectrum, Evidence(spectrum.values, square, fit))
+        return Posterior(task, spectrum, square, fit)
     if not by_output:
         errors, counts = errors.sum(0, keepdim=True), counts.sum(0, keepdim=True)
-    return Posterior(task, spectrum, Evidence(spectrum.values, square, 0.0, errors, counts))
+    return Posterior(task, spectrum, square, 0.0, errors, counts)
 
 
 def _curving(task: Task, rows: Rows) -> Tensor:

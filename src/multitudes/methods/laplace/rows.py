@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +26,19 @@ from multitudes.core.calling import (
     split_batch,
     weight_in,
 )
+from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks import Task
 from multitudes.core.tasks.classes import check_class_axis, check_clear
 from multitudes.core.trace import hooked, observing, recording
 from multitudes.methods.laplace.curvature import wide
-from multitudes.methods.laplace.layers import features_of
-from multitudes.surgery.affine import AffineMap, affine_layers, has_other_hooks, kind_of, maps_of
+from multitudes.methods.laplace.layers import LaplaceLayer
+from multitudes.surgery.affine import affine_layers, has_other_hooks, kind_of, maps_of
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
 
-__all__ = ["OutputLayer", "Rows", "device_of", "fits_noise", "output_layer", "rows_of"]
+__all__ = ["Rows", "described", "fits_noise", "output_layer", "rows_of"]
 
 
 def fits_noise(task: Task) -> bool:
@@ -48,37 +49,8 @@ def fits_noise(task: Task) -> bool:
 # -- the layer ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OutputLayer:
-    """The layer that gives a network's predictions."""
-
-    name: str
-    layer: Any
-    affine: AffineMap
-
-    @property
-    def where(self) -> str:
-        """Its name and class, for errors."""
-        kind = type(self.layer).__name__
-        return f"layer {self.name!r} ({kind})" if self.name else f"the network itself ({kind})"
-
-    @property
-    def dense(self) -> bool:
-        """Return whether it is a convolution, with channels in dim 1."""
-        return kind_of(self.layer) is nn.Conv2d
-
-    @property
-    def has_bias(self) -> bool:
-        """Return whether it adds a bias."""
-        return getattr(self.layer, "bias", None) is not None
-
-    def last(self, values: Tensor) -> Tensor:
-        """Its inputs or outputs with their channels last."""
-        return values.movedim(1, -1) if self.dense else values
-
-
-def output_layer(network: nn.Module, layers: Selector, example: Input) -> OutputLayer:
-    """The layer that `layers` selects, or the one after which no other layer with weights comes."""
+def output_layer(network: nn.Module, layers: Selector, example: Input) -> str:
+    """The name of the layer that `layers` selects, or the one after which no other layer with weights comes."""
     if layers is not None:
         names = list(select(network, layers, affine_layers(network)))
     elif maps_of(network) or isinstance(network, Stochastic):
@@ -92,19 +64,24 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> Output
             f"pass layers=[{names[0]!r}], or another of them"
         )
     layer: Any = network.get_submodule(names[0])
-    maps = maps_of(layer)
-    found = OutputLayer(names[0], layer, maps[0] if maps else AffineMap())
+    where = described(network, names[0])
     if isinstance(layer, Stochastic):
-        raise ValueError(f"{found.where} draws its weights already, so that it can have no Laplace posterior")
-    if len(maps) != 1 or not _is_linear(layer):
+        raise ValueError(f"{where} draws its weights already, so that it can have no Laplace posterior")
+    if len(maps_of(layer)) != 1 or not _is_linear(layer):
         raise ValueError(
-            f"{found.where} gives the network's output, and a Laplace posterior is for linear layers and convolutions "
+            f"{where} gives the network's output, and a Laplace posterior is for linear layers and convolutions "
             "of one pixel: layers= names another"
         )
     if has_other_hooks(layer):
-        raise ValueError(f"{found.where} has forward hooks, which would be lost: remove them first")
-    check_untied(network, [names[0]])
-    return found
+        raise ValueError(f"{where} has forward hooks, which would be lost: remove them first")
+    check_untied(network, names)
+    return names[0]
+
+
+def described(network: nn.Module, name: str) -> str:
+    """A layer's name and class, for errors."""
+    kind = type(network.get_submodule(name)).__name__
+    return f"layer {name!r} ({kind})" if name else f"the network itself ({kind})"
 
 
 def _is_linear(layer: Any) -> bool:
@@ -139,11 +116,14 @@ class Rows:
 
 
 def rows_of(
-    network: nn.Module, output: OutputLayer, batches: Batches, reader: Multitude, argument: str = "data"
+    network: nn.Module, name: str, where: str, batches: Batches, reader: Multitude, argument: str = "data"
 ) -> Iterator[Rows]:
-    """The rows of all batches; `reader` knows the task, and errors call them by the name of an argument."""
-    observer = _Observer(network, output, reader)
-    device = device_of(network)
+    """The rows that a `LaplaceLayer` of a network sees of all batches.
+
+    `reader` knows the task. Errors name the layer by `where`, and the batches by the name of an argument.
+    """
+    observer = _Observer(network, name, where, reader)
+    device = device_in(network)
     with observing(network), plain_attention():
         for index, batch in enumerate(batches.batches):
             try:
@@ -159,16 +139,12 @@ def rows_of(
                 yield found
 
 
-def device_of(network: nn.Module) -> torch.device:
-    """The device of a network's tensors, the CPU where it has none."""
-    return next(iter([*network.parameters(), *network.buffers()]), torch.zeros(0)).device
-
-
 class _Observer:
     """Runs a network on batches, and knows from the first one how its predictions follow from the layer's outputs."""
 
-    def __init__(self, network: nn.Module, output: OutputLayer, reader: Multitude) -> None:
-        self.network, self.output, self.reader = network, output, reader
+    def __init__(self, network: nn.Module, name: str, where: str, reader: Multitude) -> None:
+        self.network, self.name, self.where, self.reader = network, name, where, reader
+        self.layer = cast("LaplaceLayer", network.get_submodule(name))
         self.task = reader.reading
         self.way = ""  # "whole": all outputs in their order; "log_softmax"; "chosen": some of them
 
@@ -179,8 +155,8 @@ class _Observer:
         y = self.task.aligned(y)
         self._check(x, y, seen, prediction)
         numbers = self._numbers(x, outputs, prediction)
-        phi = features_of(self.output.last(seen), self.output.has_bias, seen).flatten(0, -2)
-        own = wide(self.output.last(outputs)).flatten(0, -2)
+        phi = self.layer.rows(seen).flatten(0, -2)
+        own = wide(self.layer.last(outputs)).flatten(0, -2)
         if self.task.tells_noise or self.task.class_axis is not None:
             return self._grouped(phi, own, numbers, y, weight)
         weight = weight.view(-1, *[1] * (prediction.dim() - 1)).expand_as(prediction)
@@ -189,11 +165,11 @@ class _Observer:
 
     def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer's input and output, and the prediction, with other outputs `instead` of its own."""
-        names = [self.output.name]
+        names = [self.name]
         with recording(self.network, names) as trace, hooked(self.network, names, lambda *_: instead):
             prediction = call(self.network, x)
         if len(trace.ended) != 1:
-            raise InputError(f"{self.output.where} runs {len(trace.ended)} times for an input, and must run once")
+            raise InputError(f"{self.where} runs {len(trace.ended)} times for an input, and must run once")
         return trace.ended[0].args[0], trace.ended[0].output, prediction
 
     def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
@@ -213,15 +189,15 @@ class _Observer:
         if y.is_floating_point() and not bool(y.isfinite().all()):
             raise ValueError("y must hold finite numbers, got NaN or infinity")
         if not bool(seen.isfinite().all()):
-            raise ValueError(f"the inputs of {self.output.where} must be finite, got NaN or infinity")
+            raise ValueError(f"the inputs of {self.where} must be finite, got NaN or infinity")
 
     # -- which output is which prediction ----------------------------------------------------------------
 
     def _numbers(self, x: Input, outputs: Tensor, prediction: Tensor) -> Tensor:
         """Which of the layer's outputs, counted with channels last, each number of the prediction is."""
-        last = self.output.last(outputs)
+        last = self.layer.last(outputs)
         counted = torch.arange(last.numel(), device=last.device).view(last.shape)
-        counted = counted.movedim(-1, 1) if self.output.dense else counted
+        counted = counted.movedim(-1, 1) if isinstance(self.layer, nn.Conv2d) else counted
         if not self.way:
             self.way = self._found_way(x, outputs, prediction, counted)
         numbers = None
@@ -231,7 +207,7 @@ class _Observer:
             numbers = counted.reshape(prediction.shape)
         if numbers is None or not self._same(last, numbers, prediction):
             raise ValueError(
-                f"the predictions are not the outputs of {self.output.where}, but something that is made of them, and "
+                f"the predictions are not the outputs of {self.where}, but something that is made of them, and "
                 "a Laplace posterior is that of a likelihood of these outputs: let the network end with that layer"
             )
         return numbers
@@ -252,7 +228,7 @@ class _Observer:
         numbers = found.abs().round().long() - 1
         if not bool(((numbers >= 0) & (numbers < counted.numel())).all()):
             return None
-        return numbers if torch.equal(self.output.last(marks).flatten()[numbers], found) else None
+        return numbers if torch.equal(self.layer.last(marks).flatten()[numbers], found) else None
 
     def _same(self, last: Tensor, numbers: Tensor, prediction: Tensor) -> bool:
         if self.way == "log_softmax":
@@ -270,7 +246,7 @@ class _Observer:
         first = numbers[:, :1]
         if numbers.shape[1] != width or not torch.equal(numbers - first, order.expand_as(numbers)):
             raise ValueError(
-                f"each prediction must be one row of the {width} outputs of {self.output.where}, in their order, and "
+                f"each prediction must be one row of the {width} outputs of {self.where}, in their order, and "
                 f"these are {numbers.shape[1]} in another order"
             )
         which = first[:, 0] // width
@@ -287,7 +263,7 @@ class _Observer:
         """Of predictions each of which is an output by itself."""
         numbers = numbers.flatten()
         if len(numbers.unique()) != len(numbers):
-            raise ValueError(f"an output of {self.output.where} is in the predictions more than once")
+            raise ValueError(f"an output of {self.where} is in the predictions more than once")
         target, weights = torch.zeros_like(outputs).flatten(), torch.zeros_like(outputs).flatten()
         target[numbers], weights[numbers] = wide(y).flatten(), weight.flatten()
         target, weights = target.view_as(outputs), weights.view_as(outputs)

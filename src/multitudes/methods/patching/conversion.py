@@ -34,24 +34,23 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
-from multitudes.core.checks import check_choice, check_number
+from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.divergences import divergence
 from multitudes.core.multitude import Multitude
 from multitudes.core.trace import Call, record
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
+    BATCH_NORMS,
+    KINDS,
     NORMS,
-    PATCHES,
     RELAXATIONS,
     Mixing,
     Patch,
-    PatchedConv,
-    PatchedLinear,
-    PatchedWrapped,
-    PatchedWrappedNorm,
+    PatchedBatchNorm,
+    can_be_patched,
     is_affine_norm,
-    patch_for,
+    is_other_norm,
 )
 from multitudes.methods.registry import Method, Settings
 from multitudes.surgery.affine import affine_layers, maps_of
@@ -189,8 +188,7 @@ def family(
     """
     start = Start(model, 1, init, heads, example=example, seed=seed)
     model = start.network
-    if isinstance(components, bool) or not isinstance(components, int) or components < 2:
-        raise ValueError(f"components must be a whole number, 2 or more, got {components!r}")
+    check_count("components", components, 2)
     check_choice("assignment", assignment, ASSIGNMENTS)
     check_choice("relaxation", relaxation, RELAXATIONS)
     precisions: dict[str, Any] = {"weight_precision": weight_precision, "bias_precision": bias_precision}
@@ -208,8 +206,7 @@ def family(
         shared = mixing_like(next(network.parameters())) if assignment == "network" else None
         converted: dict[str, nn.Module] = {}
         for name, own_versions in versions.items():
-            kind = patch_for(own_versions[0])
-            assert kind is not None
+            kind = PatchedBatchNorm if type(own_versions[0]) in BATCH_NORMS else Patch
             own = mixing_like(own_versions[0].weight) if shared is None else shared
             patch = kind(own_versions, own, assignment, sigma, spread, shared is None or not converted)
             if not start.fresh or patch.alike():
@@ -252,15 +249,14 @@ def chosen_layers(model: nn.Module, layers: Selector, zero_component: bool, exam
 
     def anywhere(_: str, layer: nn.Module) -> bool:
         # Beside a zero component, no norm layer, for its zeros would drop whole channels.
-        return _has_weight(layer) and not (zero_component and _is_norm(layer))
+        return _has_weight(layer) and not (zero_component and (type(layer) in NORMS or is_other_norm(layer)))
 
     words = layers.split("+") if isinstance(layers, str) else []
     if words and all(word in PLACES for word in words):
         names = _trained(model, [name for word in words for name in _place(model, word, example)])
     else:
         try:
-            able = {name: layer for name, layer in model.named_modules() if patch_for(layer) and _has_weight(layer)}
-            able |= {name: layer for name, layer in model.named_modules() if type(layer) in PATCHES and layers}
+            able = {name: m for name, m in model.named_modules() if can_be_patched(m) and (layers or _has_weight(m))}
             names = list(select(model, anywhere if layers is None else layers, able))
         except ValueError as error:
             raise ValueError(f"{error}; or layers is a sum of {', '.join(PLACES)}") from error
@@ -293,21 +289,18 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
             f"layers: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
             f"model ({type(model).__name__}); layers is a sum of {', '.join(PLACES)}, or selects layers"
         )
-    able = [name for name, layer in affine_layers(model).items() if patch_for(layer)]
-    order = executed(model, example_for(model, example), (*able, PatchedLinear, PatchedConv, PatchedWrapped))
+    able = [name for name, layer in affine_layers(model).items() if can_be_patched(layer)]
+    able += [name for name, layer in model.named_modules() if isinstance(layer, Patch) and layer.map is not None]
+    order = executed(model, example_for(model, example), able)
     if not order:
         raise ValueError(f"layers: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
     return [order[0 if word == "input" else -1]]
 
 
-def _is_norm(layer: nn.Module) -> bool:
-    return type(layer) in NORMS or patch_for(layer) is PatchedWrappedNorm
-
-
 def _norms(model: nn.Module, example: Input | None) -> list[str]:
     """The norms with a weight: torch's own, and others that are seen to be affine in it on an example."""
     known = [name for name, layer in model.named_modules() if type(layer) in NORMS and _has_weight(layer)]
-    others = {name: m for name, m in model.named_modules() if patch_for(m) is PatchedWrappedNorm and name not in known}
+    others = {name: layer for name, layer in model.named_modules() if is_other_norm(layer)}
     seen: dict[str, Call] = {}
     try:
         for call in record(model, example_for(model, example), others).calls if others else ():
@@ -333,10 +326,10 @@ def warn_of_other_norms(model: nn.Module, patched: Collection[str]) -> None:
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
-    if patch_for(layer) is None:
+    if not can_be_patched(layer):
         raise ValueError(
             f"layers: layer {name!r} is a {type(layer).__name__}, which cannot be patched; "
-            f"these can: {', '.join(kind.__name__ for kind in PATCHES)}"
+            f"these can: {', '.join(kind.__name__ for kind in KINDS)}"
         )
     if not _has_weight(layer):
         raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")

@@ -26,8 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.proof import alike
-from multitudes.surgery.affine import SEVERAL, is_computed, kind_of, maps_of
-from multitudes.surgery.layers import plain_layer
+from multitudes.surgery.affine import SEVERAL, AffineMap, is_computed, kind_of, maps_of, run_with
+from multitudes.surgery.layers import CONVOLUTIONS, plain_layer
 
 ASSIGNMENTS = ("network", "layer", "row", "element")
 RELAXATIONS = ("straight-through", "weighted")
@@ -135,12 +135,15 @@ def _picked_or_zero(stack: Tensor, z: Tensor) -> Tensor:
 class Patch(Stochastic):
     """A layer with stacked components, `weight [K, ...]` and `bias [K, ...]`, of which each draw makes its own.
 
-    `layers` are the components as torch's own layers, one fewer than K where one is fixed at zero; the settings
-    (`stride`, `eps`) are the first one's. With a zero component, or where the input units are assigned, there is a
-    single bias, `[1, ...]` (the paper's K_j = 1). Of the layers that share a `mixing`, one is its `owner`.
+    It is a layer of one affine map, of any class, or a norm, whose gamma is a diagonal matrix. `layers` are the
+    components, one fewer than K where one is fixed at zero; the settings (`stride`, `eps`) are the first one's. With a
+    zero component, or where the input units are assigned, there is a single bias, `[1, ...]` (the paper's K_j = 1). Of
+    the layers that share a `mixing`, one is its `owner`.
     """
 
     noise = "weights"
+    wraps = "layer"
+    layer: Any
     weight: nn.Parameter
     bias: nn.Parameter | None
     mixing: Mixing
@@ -155,8 +158,10 @@ class Patch(Stochastic):
         owner: bool = True,
     ) -> None:
         nn.Module.__init__(self)
-        self._settle(layers[0])
         self.kind = type(layers[0]).__name__
+        self.whole = type(layers[0]) not in KINDS
+        self._settle(layers[0])
+        self.map = next(((m.weight, m.bias, m.inputs, m.outputs, m.groups) for m in maps_of(layers[0])), None)
         self.assignment = assignment
         self.sigma = sigma
         self.spread = spread
@@ -170,15 +175,45 @@ class Patch(Stochastic):
             object.__setattr__(self, "mixing", mixing)
 
     def _settle(self, layer: nn.Module) -> None:
-        """Take over the settings of the layer."""
+        """Take over the settings and buffers of torch's own layers; keep others whole, without weight and bias.
+
+        A torch layer without a weight inside the network would be met by code that looks for such layers.
+        """
+        if self.whole:
+            self.layer = copied(layer)
+            for name in {"weight", "bias"} & self.layer._parameters.keys():
+                self.layer.register_parameter(name, None)
+            return
         settings = {key: value for key, value in vars(layer).items() if key not in vars(nn.Module())}
         vars(self).update(copy.deepcopy(settings))
+        for name, buffer in layer._buffers.items():
+            self.register_buffer(name, None if buffer is None else buffer.clone())
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight, bias = self.drawn()
+        if self.whole and self.map is not None:
+            return run_with(self.layer, AffineMap(*self.map), x, weight, bias, *args, **kwargs)
+        if self.whole:
+            tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+            return functional_call(self.layer, tensors, (x, *args), kwargs)
+        if self.map is None:
+            return self._normalised(x, weight, bias)
+        kind: Any = getattr(nn, self.kind)
+        return F.linear(x, weight, bias) if kind is nn.Linear else kind._conv_forward(self, x, weight, bias)
+
+    def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        by_group, settings = self.kind == "GroupNorm", vars(self)
+        norm, over = (F.group_norm, "num_groups") if by_group else (F.layer_norm, "normalized_shape")
+        if self.training:
+            return norm(x, settings[over], weight, bias, settings["eps"])
+        plain = norm(x, settings[over], None, None, settings["eps"])
+        return _affine(plain, weight, bias, x.dim() - 2 if by_group else 0)
 
     def assigned(self) -> tuple[int, ...]:
         """The shape of the weight's Z: one number, one for each input unit, or one for each element."""
-        if self.assignment == "row":
-            return self._inputs()
-        return tuple(self.weight.shape[1:]) if self.assignment == "element" else ()
+        if self.assignment == "row" and self.map is not None:
+            return (AffineMap(*self.map).widths(self.weight.shape[1:])[0],)
+        return tuple(self.weight.shape[1:]) if self.assignment in ("row", "element") else ()
 
     def assignments(self) -> int:
         """How many components are drawn for this layer alone in one draw."""
@@ -209,8 +244,14 @@ class Patch(Stochastic):
         return weight, self._mixed(self.bias, z)
 
     def fold(self) -> nn.Module:
-        own = ("kind", "assignment", "sigma", "spread", "mixing")
-        return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
+        if not self.whole:
+            own = ("kind", "whole", "map", "assignment", "sigma", "spread", "mixing")
+            return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
+        plain = copied(self.layer)
+        for name, tensor in zip(("weight", "bias"), self.drawn(), strict=True):
+            if tensor is not None:
+                plain.register_parameter(name, nn.Parameter(tensor.detach().clone()))
+        return plain
 
     def _mixed(self, stack: Tensor, z: Tensor) -> Tensor:
         weighted = self.mixing.logits is not None and self.mixing.relaxation == "weighted"
@@ -223,17 +264,25 @@ class Patch(Stochastic):
             return values
         return values + self.sigma * scale * self.normal(values.shape, like=values)
 
-    def _inputs(self) -> tuple[int, ...]:
-        return (self.weight.shape[2] * getattr(self, "groups", 1),)
-
     def _by_input(self, z: Tensor) -> Tensor:
-        """An assignment of input units, `[..., I]`, in the shape of the weight, `[..., O, I/G, 1, ...]`."""
-        groups, outputs = getattr(self, "groups", 1), self.weight.shape[1]
-        z = z.unflatten(-1, (groups, 1, -1)).expand(*z.shape[:-1], groups, outputs // groups, -1).flatten(-3, -2)
-        return z.reshape(*z.shape, *[1] * (self.weight.dim() - 3))
+        """An assignment of input units, `[..., I]`, in the shape of the weight."""
+        if self.map is None:
+            return z
+        affine, shape = AffineMap(*self.map), self.weight.shape[1:]
+        groups, outputs = affine.groups, affine.widths(shape)[1]
+        z = z.unflatten(-1, (groups, 1, -1)).expand(*z.shape[:-1], groups, outputs // groups, -1)
+        z = (z.mT if affine.inputs == 0 else z).flatten(-3, -2)
+        return z.reshape(*z.shape, *[1] * (len(shape) - 2))
 
     def reset_parameters(self) -> None:
-        """Draw each component anew, as torch initialises such a layer."""
+        """Draw each component anew, as torch initialises such a layer; those of a norm are moved apart."""
+        if self.map is None:
+            if not self.whole:  # only another class knows how its own start
+                nn.init.ones_(self.weight)
+                if self.bias is not None:
+                    nn.init.zeros_(self.bias)
+            self.scatter()
+            return
         for weight in self.weight.data:
             nn.init.kaiming_uniform_(weight, a=5**0.5)
         if self.bias is not None:
@@ -261,46 +310,19 @@ class Patch(Stochastic):
         noise = f", sigma={self.sigma}" if self.sigma else ""
         return f"{self.kind}, components={self.mixing.components}{zero}, assignment={self.assignment!r}{noise}"
 
+    def __getattr__(self, name: str) -> Any:
+        """What networks ask a layer for (`stride`, `eps`)."""
+        own = name in ("layer", "weight", "bias", "mixing") or name.startswith("__")
+        if own or "layer" not in self.__dict__.get("_modules", {}):
+            return super().__getattr__(name)
+        return getattr(self.layer, name)
+
 
 def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.stack([t.detach() for t in tensors]), tensors[0].requires_grad)
 
 
-class PatchedLinear(Patch):
-    """`[B, ..., I] -> [B, ..., O]`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.drawn())
-
-
-class PatchedConv(Patch):
-    """`[B, I, ...] -> [B, O, ...]` in one, two or three dimensions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        convolution: Any = getattr(nn, self.kind)
-        y: Tensor = convolution._conv_forward(self, x, *self.drawn())
-        return y
-
-
-class PatchedNorm(Patch):
-    """A norm layer: its gamma and beta are patched. As a matrix, gamma is diagonal, one element for each input."""
-
-    eps: float
-
-    def _inputs(self) -> tuple[int, ...]:
-        return tuple(self.weight.shape[1:])
-
-    def _by_input(self, z: Tensor) -> Tensor:
-        return z
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-        self.scatter()
-
-
-class PatchedBatchNorm(PatchedNorm, _BatchNorm):
+class PatchedBatchNorm(Patch, _BatchNorm):  # type: ignore[misc]  # whose forward takes x alone
     """`[B, C, ...] -> [B, C, ...]`. The running statistics are the layer's own, shared by all components.
 
     It is one of torch's batch norms for those who look for them to measure the statistics anew.
@@ -308,13 +330,7 @@ class PatchedBatchNorm(PatchedNorm, _BatchNorm):
 
     bias: Any  # torch's own says that it is never None
 
-    def __init__(self, layers: Sequence[Any], *args: Any) -> None:
-        super().__init__(layers, *args)
-        for name, buffer in layers[0]._buffers.items():
-            self.register_buffer(name, None if buffer is None else buffer.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.drawn()
+    def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.training or self.running_mean is None or self.running_var is None:
             kept = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
             return F.batch_norm(x, *kept, weight, bias, True, self._step(), self.eps)
@@ -334,30 +350,6 @@ class PatchedBatchNorm(PatchedNorm, _BatchNorm):
         self.reset_running_stats()
 
 
-class PatchedLayerNorm(PatchedNorm):
-    """`[B, ..., C] -> [B, ..., C]`."""
-
-    normalized_shape: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.drawn()
-        if self.training:
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-        return _affine(F.layer_norm(x, self.normalized_shape, eps=self.eps), weight, bias)
-
-
-class PatchedGroupNorm(PatchedNorm):
-    """`[B, C, ...] -> [B, C, ...]`."""
-
-    num_groups: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.drawn()
-        if self.training:
-            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
-        return _affine(F.group_norm(x, self.num_groups, eps=self.eps), weight, bias, x.dim() - 2)
-
-
 def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> Tensor:
     """`x * scale + shift`, with `after` dimensions of x behind that of the scale.
 
@@ -370,92 +362,27 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> T
     return y.to(x.dtype)
 
 
-PATCHES: dict[type[nn.Module], type[Patch]] = {
-    nn.Linear: PatchedLinear,
-    nn.Conv1d: PatchedConv,
-    nn.Conv2d: PatchedConv,
-    nn.Conv3d: PatchedConv,
-    nn.BatchNorm1d: PatchedBatchNorm,
-    nn.BatchNorm2d: PatchedBatchNorm,
-    nn.BatchNorm3d: PatchedBatchNorm,
-    nn.LayerNorm: PatchedLayerNorm,
-    nn.GroupNorm: PatchedGroupNorm,
-}
-"""What can be patched, and what it becomes."""
-
-NORMS = tuple(kind for kind, patch in PATCHES.items() if issubclass(patch, PatchedNorm))
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm)
+KINDS = (nn.Linear, *CONVOLUTIONS, *NORMS)
+"""Torch's own layers, which need not be kept to be computed."""
 
 
-# -- layers of any class -----------------------------------------------------------------------------------
+# -- which layers ------------------------------------------------------------------------------------------
 
 
-class PatchedWrapped(Patch):
-    """Any layer of one affine map: its own code runs with the weight and the bias of a draw."""
-
-    wraps = "layer"
-    layer: nn.Module
-
-    def __init__(self, layers: Sequence[Any], mixing: Mixing, *args: Any) -> None:
-        super().__init__(layers, mixing, *args)
-        self.transposed = any(affine.inputs == 0 for affine in maps_of(layers[0]))
-
-    def _settle(self, layer: nn.Module) -> None:
-        self.layer = copied(layer)
-        for name in ("weight", "bias"):
-            if name in self.layer._parameters:
-                self.layer.register_parameter(name, None)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        weight, bias = self.drawn()
-        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        return functional_call(self.layer, tensors, args, kwargs)
-
-    def fold(self) -> nn.Module:
-        plain = copied(self.layer)
-        for name, tensor in zip(("weight", "bias"), self.drawn(), strict=True):
-            if tensor is not None:
-                plain.register_parameter(name, nn.Parameter(tensor.detach().clone()))
-        return plain
-
-    def _inputs(self) -> tuple[int, ...]:
-        return (self.weight.shape[1],) if self.transposed else super()._inputs()
-
-    def _by_input(self, z: Tensor) -> Tensor:
-        return z.reshape(*z.shape, *[1] * (self.weight.dim() - 2)) if self.transposed else super()._by_input(z)
-
-    def __getattr__(self, name: str) -> Any:
-        """What networks ask a layer for (`stride`, `eps`)."""
-        own = name in ("layer", "weight", "bias", "mixing", "reset_parameters") or name.startswith("__")
-        if own or "layer" not in self.__dict__.get("_modules", {}):
-            return super().__getattr__(name)
-        return getattr(self.layer, name)
+def can_be_patched(layer: nn.Module) -> bool:
+    """Whether it is known what a layer computes: one affine map, or one of torch's norms; or it is called a norm."""
+    if type(layer) in NORMS or is_other_norm(layer):
+        return True
+    return not is_computed(layer) and kind_of(layer) not in SEVERAL and bool(maps_of(layer))
 
 
-class PatchedWrappedNorm(PatchedWrapped, PatchedNorm):
-    """Any norm: its gamma and beta are patched; the rest, running statistics included, is the layer's own."""
-
-    def _inputs(self) -> tuple[int, ...]:
-        return PatchedNorm._inputs(self)
-
-    def _by_input(self, z: Tensor) -> Tensor:
-        return z
-
-    def reset_parameters(self) -> None:
-        """Move the components apart, around what they are: only the layer's own class knows how a norm starts."""
-        self.scatter()
-
-
-def patch_for(layer: nn.Module) -> type[Patch] | None:
-    """The class that patches a layer, by what it computes; None where that is not known."""
-    if is_computed(layer):
-        return PATCHES.get(type(layer)) if "weight" in layer._parameters else None
-    if type(layer) in PATCHES:
-        return PATCHES[type(layer)]
-    # It is called a norm, and has a gamma, perhaps a beta, and no other parameter.
-    affine = layer._parameters.get("weight") is not None and not layer._parameters.keys() - {"weight", "bias"}
-    if "norm" in type(layer).__name__.lower() and affine and not layer._modules:
-        return PatchedWrappedNorm
-    return PatchedWrapped if kind_of(layer) not in SEVERAL and maps_of(layer) else None
+def is_other_norm(layer: nn.Module) -> bool:
+    """Whether a layer is called a norm, and has a gamma, perhaps a beta, and no other parameter."""
+    alone = not (layer._parameters.keys() - {"weight", "bias"} or layer._modules)
+    named = "norm" in type(layer).__name__.lower() and type(layer) not in NORMS
+    return named and alone and layer._parameters.get("weight") is not None
 
 
 @torch.no_grad()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.core.checks import check_choice, check_number
+from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
+from multitudes.surgery.affine import product, product_kind
+from multitudes.surgery.layers import plain_layer
 
 PARAMETERIZATIONS = ("layer", "neuron", "weight", "additive", "zero")
 KLS = ("approximate", "stochastic", "student")
@@ -31,8 +32,6 @@ class VarianceLayer(Stochastic):
     `kappa` is what `kappa` found last; it is not in the state dict.
     """
 
-    plain: ClassVar[type[nn.Module]]
-    settings: ClassVar[tuple[str, ...]]
     parameterization = ""
     bias: Any
     fixed: Tensor | None
@@ -50,6 +49,28 @@ class VarianceLayer(Stochastic):
     ) -> None:
         check_options(parameterization, log_alpha, kl, nu)
         super().__init__(*args, **kwargs)
+        self._randomise(parameterization, log_alpha, kl, nu)
+        self.reset_spread()
+
+    @classmethod
+    def of(
+        cls,
+        layer: nn.Module,
+        parameterization: str = "layer",
+        log_alpha: float = -5.0,
+        kl: str = "approximate",
+        nu: float = 1e-16,
+    ) -> Self:
+        """From a plain layer, with its weights as expectations; in a zero-centred layer, as the sigmas."""
+        check_options(parameterization, log_alpha, kl, nu)
+        new = cls.__new__(cls)
+        vars(new).update(vars(copied(layer)))
+        new._randomise(parameterization, log_alpha, kl, nu)
+        if parameterization != "zero":
+            new.reset_spread()
+        return new
+
+    def _randomise(self, parameterization: str, log_alpha: float, kl: str, nu: float) -> None:
         self.parameterization, self.start, self.kind, self.nu = parameterization, float(log_alpha), kl, nu
         self.register_buffer("fixed", None)
         self.register_buffer("value", None)
@@ -57,29 +78,12 @@ class VarianceLayer(Stochastic):
         mu = self.weight
         if parameterization == "zero":
             del self.weight
-            self.sigma = nn.Parameter(mu.detach())
+            self.sigma = nn.Parameter(mu.detach(), mu.requires_grad)
         elif parameterization == "additive":
             self.log_sigma = nn.Parameter(torch.empty_like(mu))
         else:
             shapes = {"layer": [], "neuron": [len(mu), *[1] * (mu.dim() - 1)], "weight": mu.shape}
             self.log_alpha = nn.Parameter(mu.new_empty(shapes[parameterization]))
-        self.reset_spread()
-
-    @classmethod
-    def of(cls, layer: Any, **options: Any) -> Self:
-        """From a plain layer, with its weights as expectations; in a zero-centred layer, as the sigmas."""
-        settings = {name: getattr(layer, name) for name in cls.settings}
-        mu = copy.deepcopy(layer.weight)
-        new = cls(**settings, bias=layer.bias is not None, device=mu.device, dtype=mu.dtype, **options)
-        new.bias = copy.deepcopy(layer.bias)
-        if new.parameterization == "zero":
-            new.sigma = mu
-        else:
-            new.weight = mu
-            new.reset_spread()
-        kept = {key: value for key, value in vars(layer).items() if key not in vars(new)}  # of a user's subclass
-        vars(new).update(copy.deepcopy(kept))
-        return new
 
     def reset_parameters(self) -> None:
         """Draw the expectations as the plain layer does, and start the spread again."""
@@ -159,31 +163,26 @@ class VarianceLayer(Stochastic):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.expects:
-            return self._product(x, self.mean(), self.bias)
+            return product(self, x, self.mean(), self.bias)
         # In float32 at least: half numbers overflow when squared, and 1e-16 would be 0 among them.
         with torch.autocast(x.device.type, enabled=False):
-            variance = self._product(_wide(x).square(), self.variance(), None)
+            variance = product(self, _wide(x).square(), self.variance(), None)
             noise = self.normal(variance.shape, like=variance) * torch.sqrt(1e-16 + variance)
         if self.parameterization == "zero" and self.fixed is None:
             bias = 0.0 if self.bias is None else self.bias.view(-1, *[1] * (self.sigma.dim() - 2))
             return noise.to(x.dtype) + bias
-        mean = self._product(x, self.mean(), self.bias)
+        mean = product(self, x, self.mean(), self.bias)
         return mean + noise.to(mean.dtype)
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The plain layer's output with these weights."""
-        raise NotImplementedError
 
     # -- plain and sparse --------------------------------------------------------------------------------
 
     def expected(self) -> nn.Module:
         """The plain layer with the expected weights."""
-        mean = self.mean().detach().clone()
-        settings = {name: getattr(self, name) for name in self.settings}
-        bias = self.bias is not None
-        plain = nn.utils.skip_init(self.plain, **settings, bias=bias, device=mean.device, dtype=mean.dtype)
-        plain.weight, plain.bias = nn.Parameter(mean), copy.deepcopy(self.bias)
-        return plain.train(self.training)
+        own = ("parameterization", "start", "kind", "nu")
+        plain = plain_layer(product_kind(self), self, self.mean(), self.bias, omit=own)
+        for name in ("fixed", "value", "kappa"):
+            del plain._buffers[name]
+        return plain
 
     def fix(self, which: Tensor, value: Tensor) -> Tensor:
         """Let the weights at `which` be `value` for good, both of the weight's shape; all that are fixed now."""
@@ -206,38 +205,17 @@ class VarianceLayer(Stochastic):
 class VarianceLinear(VarianceLayer, nn.Linear):
     """A linear layer, `[B, ..., I] -> [B, ..., O]`, of random weights (21, 22)."""
 
-    plain = nn.Linear
-    settings = ("in_features", "out_features")
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-
-class _VarianceConv(VarianceLayer):
-    settings = (
-        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
-    )  # fmt: skip
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._conv_forward(x, weight, bias)
-
-
-class VarianceConv1d(_VarianceConv, nn.Conv1d):
+class VarianceConv1d(VarianceLayer, nn.Conv1d):
     """A convolution, `[B, I, L] -> [B, O, L']`, of random weights, drawn anew at each position (23, 24)."""
 
-    plain = nn.Conv1d
 
-
-class VarianceConv2d(_VarianceConv, nn.Conv2d):
+class VarianceConv2d(VarianceLayer, nn.Conv2d):
     """A convolution, `[B, I, H, W] -> [B, O, H', W']`, of random weights, drawn anew at each position (23, 24)."""
 
-    plain = nn.Conv2d
 
-
-class VarianceConv3d(_VarianceConv, nn.Conv3d):
+class VarianceConv3d(VarianceLayer, nn.Conv3d):
     """A convolution, `[B, I, D, H, W] -> [B, O, D', H', W']`, of random weights, drawn anew at each position."""
-
-    plain = nn.Conv3d
 
 
 class Absolute(nn.Module):
