@@ -21,8 +21,18 @@ CLASSES = 20
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked of the columns of inputs: the arguments of `load` of these names."""
+    """What was asked of a source: the arguments of `load` of these names."""
 
+    target: str | None = None
+    split: str | None = None
+    task: str | None = None
+    fold: int = 0
+    folds: int | None = None
+    validation: float | None = None
+    test: float = 0.2
+    seed: int = 0
+    limit: int | None = None
+    skip_bad: bool = False
     image: str | None = None
     size: tuple[int, int] | None = None
     columns: Sequence[str] | None = None
