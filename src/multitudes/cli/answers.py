@@ -121,7 +121,7 @@ def evaluate(
     from multitudes.cli.screen import say, show
     from multitudes.data.new_inputs import labelled
     from multitudes.evaluation.evaluate import evaluate as score
-    from multitudes.study.job_data import ScaledBatches
+    from multitudes.study.job_data import Batches
     from multitudes.study.trained import Trained, mixed_precision
 
     chosen = evaluation.arguments()
@@ -138,8 +138,8 @@ def evaluate(
     shift = True if chosen.get("shift") == "all" else chosen.get("shift") or None
     with mixed_precision(trained.device, common.precision):
         result = score(
-            trained.net, ScaledBatches(data, x, y), shift=shift, severities=chosen.get("severities", (1, 3, 5)),
-            ood={name: ScaledBatches(data, own) for name, own in others.items()}, preprocess=data.preprocess,
+            trained.net, Batches(data, x, y), shift=shift, severities=chosen.get("severities", (1, 3, 5)),
+            ood={name: Batches(data, own) for name, own in others.items()}, preprocess=data.preprocess,
             scale=data.target_std, seed=common.seed or 0, device=trained.device,
         )  # fmt: skip
     if to is not None:

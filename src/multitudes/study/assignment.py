@@ -17,7 +17,7 @@ from multitudes.core.files import read_json
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data import Data, Loader
-from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
+from multitudes.study.job_data import Batches, data_of, device_of, inside_run, precision_on
 from multitudes.study.methods import METHODS, Method, build, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.training.optimizers import batch_size_for
@@ -139,7 +139,7 @@ class Assignment:
         training, part = self.config["training"], self.data.validation
         found: dict[str, Any] = {}
         if training.get("patience") is not None and not recorded:
-            held_out = HeldOut(self.data, part.x, part.y, self.device)
+            held_out = Batches(self.data, part.x, part.y, 1024, self.device)
             found = {"patience": training["patience"], "validation": held_out, "stop_by": "error"}
         if training.get("average") is not None and not recorded:
             found["average"] = training["average"]

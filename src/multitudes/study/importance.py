@@ -18,7 +18,7 @@ from torch import Tensor
 from multitudes.data import Data
 from multitudes.data.splits import spread
 from multitudes.evaluation.predict import predictions
-from multitudes.study.job_data import HeldOut
+from multitudes.study.job_data import Batches
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.rows import TARGETS
 from multitudes.study.store import Run
@@ -101,7 +101,7 @@ def in_a_sentence(table: Mapping[str, Any]) -> str:
 def _measured(net: Any, data: Data, x: Tensor, y: Tensor) -> tuple[float, float]:
     """The score and the mean uncertainty of rows; numbers in their own units."""
     errors, unsure = [], []
-    for p, target in predictions(net, HeldOut(data, x, y, torch.device("cpu"), 256), False, seed=0):
+    for p, target in predictions(net, Batches(data, x, y, device=torch.device("cpu")), False, seed=0):
         assert target is not None
         if data.classes:
             errors.append((p.label == target).double())

@@ -16,14 +16,19 @@ from multitudes.core.devices import device_of
 from multitudes.data import Data
 from multitudes.training.precision import AUTO, precision_dtype
 
-__all__ = ["HeldOut", "ScaledBatches", "data_of", "device_of", "inside_run", "precision_on"]
+__all__ = ["Batches", "data_of", "device_of", "inside_run", "precision_on"]
 
 
-class ScaledBatches:
-    """Scaled inputs, batch by batch, and where they are given targets as the network learned them."""
+class Batches:
+    """Scaled inputs, batch by batch, and where they are given targets as the network learned them.
 
-    def __init__(self, data: Data, x: Tensor, y: Tensor | None = None, size: int = 256) -> None:
-        self.data, self.x, self.y, self.size = data, x, y, size
+    With a device they are there, and the inputs are as a network is called with them.
+    """
+
+    def __init__(
+        self, data: Data, x: Tensor, y: Tensor | None = None, size: int = 256, device: torch.device | None = None
+    ) -> None:
+        self.data, self.x, self.y, self.size, self.device = data, x, y, size, device
 
     def __len__(self) -> int:
         return math.ceil(len(self.x) / self.size)
@@ -32,23 +37,13 @@ class ScaledBatches:
         for start in range(0, len(self.x), self.size):
             rows = slice(start, start + self.size)
             x = self.data.scaled(self.x[rows])
+            if self.device is not None:
+                x = self.data.preprocess(x.to(self.device))
             if self.y is None:
                 yield x
             else:
                 y = self.y[rows]
-                yield x, y if self.data.classes else self.data.standardised(y)[:, None]
-
-
-class HeldOut(ScaledBatches):
-    """Inputs as a network gets them and targets as it learned them, on a device, batch by batch, in their order."""
-
-    def __init__(self, data: Data, x: Tensor, y: Tensor, device: torch.device, size: int = 1024) -> None:
-        super().__init__(data, x, y, size)
-        self.device = device
-
-    def __iter__(self) -> Iterator[Any]:
-        for x, y in super().__iter__():
-            yield self.data.preprocess(x.to(self.device)), y.to(self.device)
+                yield x, (y if self.data.classes else self.data.standardised(y)[:, None]).to(x.device)
 
 
 def data_of(config: Mapping[str, Any], directory: Path) -> Data:

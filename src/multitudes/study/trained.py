@@ -25,7 +25,7 @@ from multitudes.storage.exporting import input_names
 from multitudes.storage.onnx import Raw, write_onnx
 from multitudes.storage.save import load
 from multitudes.study.hub_models import is_hub
-from multitudes.study.job_data import ScaledBatches, data_of, device_of, precision_on
+from multitudes.study.job_data import Batches, data_of, device_of, precision_on
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run, write_atomically
 from multitudes.training.precision import check_precision
@@ -93,7 +93,7 @@ class Trained:
         net, prepare = by or self.net, lambda x, _: self.data.preprocess(x)
         options = {} if seed is None else {"seed": seed}
         with mixed_precision(self.device, precision):
-            parts = predictions(net, ScaledBatches(self.data, x), progress, self.device, prepare, **options)
+            parts = predictions(net, Batches(self.data, x), progress, self.device, prepare, **options)
             return Predictive.concat(part.cpu() for part, _ in parts)
 
     @property

@@ -26,7 +26,7 @@ from multitudes.methods.registry import Recording
 from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.assignment import Assignment
-from multitudes.study.job_data import HeldOut
+from multitudes.study.job_data import Batches
 from multitudes.study.measuring import calibrated, measured
 from multitudes.study.store import Job
 from multitudes.training.checkpoint import saved_step
@@ -156,7 +156,7 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
         return net, history
     x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
     finished = job.method.finish(net, recorder, x, job.settings, job.seed)
-    train, held_out = (HeldOut(job.data, p.x, p.y, job.device) for p in (job.data.train, job.data.validation))
+    train, held_out = (Batches(job.data, p.x, p.y, 1024, job.device) for p in (job.data.train, job.data.validation))
     return job.prepared(job.method.after(finished, train, held_out, job.settings, job.seed)), history
 
 
