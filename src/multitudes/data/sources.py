@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,6 +69,24 @@ class Source:
             has = ", ".join(self.columns)
             raise ValueError(f"{self.name} must have the column {name!r}, as in training; it has {has}")
         return self.columns[name]
+
+    def one_of_kind(
+        self, kind: str, given: str | None, names: Sequence[str], without: Collection[str] = ()
+    ) -> list[str]:
+        """The column of images or texts: the given one, the only one, or the first of these names; none without any.
+
+        The kind is also the name of the argument that gives it. Columns `without` are not considered.
+        """
+        if given is not None:
+            column = self.column(kind, given)
+            if column.kind != kind:
+                raise ValueError(f"{kind}={given!r} must be a column of {kind}s, got one of kind {column.kind}")
+            return [given]
+        found = [name for name, column in self.columns.items() if column.kind == kind and name not in without]
+        named = [name for name in names if name in found][:1]
+        if len(found) > 1 and not named:
+            raise ValueError(f"{kind}= must say which column of {self.name} holds the {kind}s: {', '.join(found)}")
+        return named or found
 
     def where(self, row: int) -> str:
         """The file, and the place in it."""
