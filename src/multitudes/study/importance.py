@@ -18,7 +18,7 @@ from torch import Tensor
 from multitudes.data import Data
 from multitudes.data.splits import spread
 from multitudes.evaluation.predict import predictions
-from multitudes.study.job_data import Batches
+from multitudes.study.assignment import Batches
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.rows import TARGETS
 from multitudes.study.store import Run

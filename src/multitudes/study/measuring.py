@@ -22,7 +22,7 @@ from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_auroc, read_rows
 from multitudes.metrics.regression_inputs import read_forecasts
-from multitudes.study.job_data import Batches
+from multitudes.study.assignment import Batches
 
 __all__ = ["Measured", "calibrated", "measured"]
 

@@ -25,8 +25,7 @@ from multitudes.evaluation.scores import plain_number
 from multitudes.methods.registry import Recording
 from multitudes.storage.save import save
 from multitudes.study import costs
-from multitudes.study.assignment import Assignment
-from multitudes.study.job_data import Batches
+from multitudes.study.assignment import Assignment, Batches
 from multitudes.study.measuring import calibrated, measured
 from multitudes.study.store import Job
 from multitudes.training.checkpoint import saved_step
@@ -102,7 +101,7 @@ def _costs(job: Assignment, net: Multitude, single: Multitude, memory: list[int]
         {"parameters": costs.parameters(each), "multiply_adds": costs.multiply_adds(each, x), "peak_memory_bytes": peak}
         for each, peak in zip((net, single), memory, strict=True)
     )
-    return costs.with_ratios(own, base)
+    return own | {f"{name}_ratio": value / base[name] for name, value in own.items()}
 
 
 # -- training ----------------------------------------------------------------------------------------------
