@@ -99,9 +99,9 @@ class Kind:
         """Such as "rows of 13"."""
         return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.written else ''}"
 
-    def blank(self, shape: Shape, count: int = 4) -> Tensor:
-        """So many inputs of a shape with nothing in them, as a network sees them, on the CPU."""
-        return self.scaled(torch.zeros(count, *shape, dtype=self.dtype))
+    def blank(self, shape: Shape) -> Tensor:
+        """Four inputs of a shape with nothing in them, as a network sees them, on the CPU."""
+        return self.scaled(torch.zeros(4, *shape, dtype=self.dtype))
 
     def corruptible(self, shape: Shape) -> bool:
         """Whether the corruptions of `mt.shift` are for inputs of this shape."""

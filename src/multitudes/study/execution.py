@@ -46,6 +46,8 @@ PATIENCE = 30.0
 """Seconds that a cluster has to answer, and to find a place for a job."""
 SILENCE = 90.0
 """Seconds without a message after which a cluster is lost."""
+RETRIES = 3
+"""How many times a cluster starts a job again whose worker is lost."""
 TRIES = 3
 """How many times the local driver is started where it is killed."""
 
@@ -96,7 +98,6 @@ def run_cluster(
     *,
     cpus: float = 1,
     gpus: float | None = None,
-    retries: int = 3,
     command: Sequence[str] | None = None,
     on_event: Callable[[Snapshot], None] | None = None,
 ) -> Outcome:
@@ -104,19 +105,18 @@ def run_cluster(
 
     A task takes `cpus` of a node's cores and `gpus` of its GPUs: a fraction such as 0.25 puts four jobs on one; by
     default one where there are any, unless the study is for the CPU. A task whose worker or node dies is started again,
-    `retries` times at most; a job that fails by itself is not. A cluster that does not answer for 30 seconds, or is
+    three times at most; a job that fails by itself is not. A cluster that does not answer for 30 seconds, or is
     lost, is a ValueError; what is done stays done. The rest is as with `run_local`.
     """
     check_number("cpus", cpus, 0, above=True)
     if gpus is not None:
         check_number("gpus", gpus, 0)
-    check_number("retries", retries, 0)
     ray = sys.modules.get("ray")
     if address == "auto" and ray is not None and ray.is_initialized():  # the cluster that this process is in
         address = str(ray.get_runtime_context().gcs_address)
     request = {
         "directory": str(run.directory.resolve()), "address": address, "device": run.spec["device"], "cpus": cpus,
-        "gpus": gpus, "retries": retries, "command": command, "patience": PATIENCE,
+        "gpus": gpus, "retries": RETRIES, "command": command, "patience": PATIENCE,
     }  # fmt: skip
     # A driver whose head is gone waits a minute before it ends itself.
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}

@@ -57,9 +57,9 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     if not options.get("calibrate", True) or rows < FEWEST:
         return net
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
-    part = Batches(data, data.validation.x, data.validation.y, options.get("batch_size", 256), device)
-    pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, seed=EVALUATION_SEED)]
-    predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y.cpu() for _, y in pairs if y is not None])
+    part = Batches(data, data.validation.x, size=options.get("batch_size", 256), device=device)
+    predictive = Predictive.concat(p.cpu() for p, _ in predictions(net, part, False, seed=EVALUATION_SEED))
+    target = data.validation.y if data.classes else data.standardised(data.validation.y)[:, None]
     fitted = helpful_scaling(predictive, target, net.members, EVALUATION_SEED)
     if data.classes and fitted is None:
         return net
