@@ -51,12 +51,6 @@ RETRIES = 3
 TRIES = 3
 """How many times the local driver is started where it is killed."""
 
-_TIE = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit('its study has ended'); os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Has Linux kill a process when its parent ends, and then becomes the command."""
-
 Tell = Callable[..., None]
 
 
@@ -193,16 +187,15 @@ class Driver:
 
     def __init__(self, module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        tie = [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if LINUX else []
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [*tie, sys.executable, "-P", "-m", module], stdin=pipe, stdout=pipe, stderr=self.errors,
+            [sys.executable, "-P", "-m", module], stdin=pipe, stdout=pipe, stderr=self.errors,
             env={**os.environ, **environment}, text=True,
         )  # fmt: skip
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
         with suppress(BrokenPipeError):
-            self.input.write(json.dumps(request) + "\n")
+            self.input.write(json.dumps({"parent": os.getpid(), **request}) + "\n")
             self.input.flush()
 
     def messages(self, silence: float = threading.TIMEOUT_MAX) -> Iterator[dict[str, Any]]:
@@ -257,9 +250,12 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
 
 
-def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def end_with_parent(parent: int) -> None:
+    """Have Linux kill this process when its parent ends, however that ends; exit if it has ended already."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit("its study has ended")
 
 
 def conversation() -> tuple[dict[str, Any], Tell]:
@@ -271,7 +267,9 @@ def conversation() -> tuple[dict[str, Any], Tell]:
     def tell(**message: Any) -> None:
         reports.write(json.dumps(message) + "\n")
 
-    return json.loads(sys.stdin.readline()), tell
+    request = json.loads(sys.stdin.readline())
+    end_with_parent(request["parent"])
+    return request, tell
 
 
 # -- the machine --------------------------------------------------------------------------------------------
