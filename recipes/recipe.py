@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.core.devices import device_of
 from multitudes.data import Data, Loader
 from multitudes.study.costs import commit, machine, versions
-from multitudes.study.job_data import device_of
 from multitudes.study.store import write_atomically
 
 __all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]

@@ -27,8 +27,8 @@ from torch import nn
 import multitudes as mt
 from multitudes.data import Data, Loader, Part
 from multitudes.shift import Attack, fgsm, pgd
+from multitudes.study.assignment import data_of
 from multitudes.study.costs import parameters
-from multitudes.study.job_data import data_of
 from recipes import smoothing_measures as measures
 from recipes.recipe import Recipe, loaded, rounded
 

@@ -113,7 +113,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
         ["single, deep, tabm, packed", "did you mean packed"],
     ),
     "an unknown network": (["compare", "digits", "--model", "resnet19"], ["resnet18", "'resnet19'"]),
-    "no epochs": (["compare", "digits", "--epochs", "0"], ["--epochs must be 1 or more, got 0"]),
+    "no epochs": (["compare", "digits", "--epochs", "0"], ["--epochs must be greater than or equal to 1, got 0"]),
     "no seeds": (["compare", "digits", "--seeds", "0"], ["--seeds"]),
     "no data": (["compare"], ["DATA must be given", "digits"]),
     "data twice": (["compare", "digits", "--data", "wine.csv"], ["'digits'", "'wine.csv'"]),
@@ -182,7 +182,7 @@ def test_debug_shows_the_traceback_and_ends_with_the_same_code() -> None:
     ran = multitudes_says("compare", "digits", "--epochs", "0", "--debug")
     assert ran.code == 2
     assert "Traceback (most recent call last)" in ran.err
-    assert "training.epochs must be 1 or more, got 0" in ran.err
+    assert "training.epochs must be greater than or equal to 1, got 0" in ran.err
 
 
 def test_an_unexpected_error_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:

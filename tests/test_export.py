@@ -13,7 +13,7 @@ import torch
 
 from multitudes import data as datasets
 from multitudes.data.columns import Column
-from multitudes.data.features import Category, Date, Feature, Number, parts_of
+from multitudes.data.features import Category, Date, Feature, Number, features_of, parts_of
 
 from .test_cli_predict import draw, rows_of, says, trained
 
@@ -112,8 +112,8 @@ FEATURES: list[tuple[Feature, Column]] = [
 @pytest.mark.parametrize(("feature", "column"), FEATURES)
 def test_values_that_are_restored_from_features_have_these_features(feature: Feature, column: Column) -> None:
     raw = feature.raw(column)
-    x = feature.features(raw)
+    x = features_of([feature], [raw])
     assert x.shape == (len(column), len(feature.names))
-    torch.testing.assert_close(feature.features(feature.restored(x)), x)
+    torch.testing.assert_close(features_of([feature], [feature.restored(x)]), x)
     if isinstance(feature, Date) and "month" in feature.parts:
         assert torch.equal(x[:1, feature.parts.index("month")].double(), parts_of(raw[:1])["month"])

@@ -126,7 +126,7 @@ def export(
 
     trained = Trained.read(job, "cpu", None, model_file)
     export_trained(trained, to, draws=draws, seed=common.seed or 0)
-    rows = [[each.name, each.type, each.holds] for each in export_inputs(trained.data)]
+    rows = [[name, *about] for name, about in export_inputs(trained.data).items()]
     units = "" if trained.data.classes else ", in the units of the target"
     show(table(["input", "type", "what it holds"], rows, words=3))
     beside = tokenizer_path(trained.data, to)

@@ -184,7 +184,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _check_device(spec: Spec) -> None:
     """That this machine has the device, and computes with the precision there, before anything is prepared."""
-    from multitudes.study.job_data import device_of, precision_on
+    from multitudes.core.devices import device_of
+    from multitudes.study.assignment import precision_on
     from multitudes.training.precision import check_precision
 
     device = device_of(spec.device)

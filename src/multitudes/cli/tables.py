@@ -68,9 +68,10 @@ def bench(
 
     import torch
 
+    from multitudes.core.devices import device_of
     from multitudes.core.seeding import seeded
+    from multitudes.study.assignment import precision_on
     from multitudes.study.costs import Prediction, TrainingStep, in_turns, multiply_adds, parameters
-    from multitudes.study.job_data import device_of, precision_on
     from multitudes.study.methods import build, method_of, methods_for
     from multitudes.study.networks import build_network
     from multitudes.study.trained import mixed_precision

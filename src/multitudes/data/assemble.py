@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.data.columns import Column, Encoded
 from multitudes.data.digits import digits
-from multitudes.data.kinds import Encoder, Kind, kind_of_source
+from multitudes.data.kinds import KINDS, Encoder, Kind, kind_of_source
 from multitudes.data.prepared import read
 from multitudes.data.preprocessing import NUMBERS
 from multitudes.data.reading import ColumnReading
@@ -26,7 +26,6 @@ __all__ = ["BadRows", "add_ood", "load"]
 
 TASKS = {"classification": True, "regression": False}
 """Whether targets are classes, by what `task=` says."""
-OPTIONS = tuple(each.name for each in fields(Choice))
 
 
 def load(
@@ -103,19 +102,20 @@ def load(
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
     if text is not None and tokenizer is None:
         raise ValueError(f"tokenizer= must say what makes tokens of the texts in {text!r}: a Hugging Face folder")
-    sides = _height_width(size)
-    choice = Choice(image, sides, columns, drop, read_as or {}, text, tokenizer, max_length, pixels)
-    wanted = _Wanted(target, choice, split, task, fold, folds, validation, test, seed, skip_bad)
-    _check(wanted, limit)
+    choice = Choice(
+        target, split, task, fold, folds, validation, test, seed, limit, skip_bad, image, _height_width(size), columns,
+        drop, read_as or {}, text, tokenizer, max_length, pixels,
+    )  # fmt: skip
+    _check(choice)
     check_choice("numbers", numbers, NUMBERS)
     whole = _prepared(source)
     if whole is None:
         opened = open_source(source, split, fold if folds is None else 0)
         if folds is not None and opened.arrays and "test" in opened.parts:
-            opened, wanted = open_source(source, split, fold), replace(wanted, folds=None)
-        data = _from_source(opened, short_name(source), wanted, limit)
+            opened, choice = open_source(source, split, fold), replace(choice, folds=None)
+        data = _from_source(opened, short_name(source), choice)
         data = replace(data, numbers=numbers) if data.kind.named else data
-    elif useless := _given(wanted, "target", "split", "task", "fold", "folds") + _given(choice, *OPTIONS):
+    elif useless := _given(choice, "target", "split", "task", "fold", "folds", *_options()):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
@@ -155,53 +155,36 @@ def add_ood(
     return data
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The arguments of `load` that say how to read a source."""
-
-    target: str | None
-    choice: Choice
-    split: str | None
-    task: str | None
-    fold: int
-    folds: int | None
-    validation: float | None
-    test: float
-    seed: int
-    skip_bad: bool
-
-
-def _given(what: object, *names: str) -> list[str]:
+def _given(choice: Choice, *names: str) -> list[str]:
     """Which of these arguments were given."""
-    return [name for name in names if getattr(what, name)]
+    return [name for name in names if getattr(choice, name)]
 
 
-def _from_source(source: Source, name: str, wanted: _Wanted, limit: int | None) -> Data:
-    choice = wanted.choice
-    kind, found = kind_of_source(source, choice, wanted.target or source.target)
-    target = find_target(source, wanted.target, found)
-    for option in _given(choice, *OPTIONS):
+def _options() -> list[str]:
+    """The arguments of `load` that are for one kind of data."""
+    return [option for kind in KINDS for option in kind.options]
+
+
+def _from_source(source: Source, name: str, choice: Choice) -> Data:
+    kind, found = kind_of_source(source, choice, choice.target or source.target)
+    target = find_target(source, choice.target, found)
+    for option in _given(choice, *_options()):
         if option == "tokenizer" and option not in kind.options:
             raise ValueError(f"tokenizer= is for texts, and {source.name} holds {kind.inputs}: leave it out")
         if option not in kind.options:
             raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
     inputs = kind.choose(source, target, choice)
-    bad = BadRows(source, wanted.skip_bad, kind, inputs, target)
-    every = bad.usable()
-    if not len(every):
-        raise ValueError(f"{source.name} has no row without fault: {', '.join(bad.counts())}")
-    y, classes = targets(
-        target, source.columns[target], every, None if wanted.task is None else TASKS[wanted.task], kind.labelled
-    )
+    bad = BadRows(source, choice.skip_bad, kind, inputs, target)
+    y, classes = bad.targets(target, None if choice.task is None else TASKS[choice.task])
     groups = y if classes else torch.zeros(len(y))
     own = {part: bad.usable(part) for part in source.parts}
     try:
-        validation = kind.validation if wanted.validation is None else wanted.validation
-        fold = None if wanted.folds is None else (wanted.fold, wanted.folds)
-        rows = split_rows(own, groups, validation, wanted.test, wanted.seed, fold)
+        validation = kind.validation if choice.validation is None else choice.validation
+        fold = None if choice.folds is None else (choice.fold, choice.folds)
+        rows = split_rows(own, groups, validation, choice.test, choice.seed, fold)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
-    rows = {part: _fewer(chosen, groups[chosen], limit, wanted.seed) for part, chosen in rows.items()}
+    rows = {part: _fewer(chosen, groups[chosen], choice.limit, choice.seed) for part, chosen in rows.items()}
     if source.arrays and choice.columns is None:
         choice = replace(choice, columns=list(inputs))
     encoder = kind.fit(inputs, rows["train"], choice)
@@ -287,29 +270,29 @@ def _height_width(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return check_count("size", sides[0]), check_count("size", sides[1])
 
 
-def _check(wanted: _Wanted, limit: int | None) -> None:
-    validation = 0.0 if wanted.validation is None else wanted.validation
-    if wanted.validation is not None:
+def _check(choice: Choice) -> None:
+    validation = 0.0 if choice.validation is None else choice.validation
+    if choice.validation is not None:
         check_number("validation", validation, 0, above=True, below=1)
-    check_number("test", wanted.test, 0, above=True, below=1)
-    if validation + wanted.test >= 1:
-        raise ValueError(f"validation={wanted.validation} and test={wanted.test} must leave something to train on")
-    check_seed(wanted.seed)
-    if limit is not None:
-        check_count("limit", limit)
-    if wanted.task is not None and wanted.task not in TASKS:
-        raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {wanted.task!r}")
+    check_number("test", choice.test, 0, above=True, below=1)
+    if validation + choice.test >= 1:
+        raise ValueError(f"validation={choice.validation} and test={choice.test} must leave something to train on")
+    check_seed(choice.seed)
+    if choice.limit is not None:
+        check_count("limit", choice.limit)
+    if choice.task is not None and choice.task not in TASKS:
+        raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {choice.task!r}")
     for name in ("columns", "drop"):
-        if isinstance(value := getattr(wanted.choice, name), str):
+        if isinstance(value := getattr(choice, name), str):
             raise ValueError(f"{name} must be a list of names, got {value!r}")
-    if not isinstance(wanted.choice.read_as, Mapping):
-        raise ValueError(f"read_as must be a mapping from names of columns, got {wanted.choice.read_as!r}")
-    check_count("fold", wanted.fold, 0)
-    if wanted.folds is not None:
-        if isinstance(wanted.folds, bool) or not isinstance(wanted.folds, int) or wanted.folds < 2:
-            raise ValueError(f"folds must be None or a whole number, 2 or more, got {wanted.folds!r}")
-        if wanted.fold >= wanted.folds:
-            raise ValueError(f"fold must be one of the {wanted.folds} folds, counted from 0, got {wanted.fold}")
+    if not isinstance(choice.read_as, Mapping):
+        raise ValueError(f"read_as must be a mapping from names of columns, got {choice.read_as!r}")
+    check_count("fold", choice.fold, 0)
+    if choice.folds is not None:
+        if isinstance(choice.folds, bool) or not isinstance(choice.folds, int) or choice.folds < 2:
+            raise ValueError(f"folds must be None or a whole number, 2 or more, got {choice.folds!r}")
+        if choice.fold >= choice.folds:
+            raise ValueError(f"fold must be one of the {choice.folds} folds, counted from 0, got {choice.fold}")
 
 
 # -- rows that cannot be used --------------------------------------------------------------------------------
@@ -322,15 +305,15 @@ class BadRows:
     """
 
     def __init__(self, source: Source, skip: bool, kind: Kind, inputs: Mapping[str, Column], *needed: str) -> None:
-        self.source, self.skip = source, skip
+        self.source, self.skip, self.kind = source, skip, kind
         self.rows: dict[int, str] = dict(source.broken)  # the reason
         self.details: dict[int, str] = {}
-        whole = {name: source.columns[name] for name in needed} | ({} if kind.fills else dict(inputs))
+        whole = {name: source.columns[name] for name in needed} | ({} if kind.named else dict(inputs))
         for name, column in whole.items():
             lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
             for row in column.missing():
                 self.rows.setdefault(row, f"{name!r} {lacks}")
-        if kind.fills:
+        if kind.named:
             empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
             for row in empty.nonzero().flatten().tolist():
                 self.rows.setdefault(row, "all inputs are missing")
@@ -353,6 +336,13 @@ class BadRows:
         more = [f"and {len(self.rows) - 3} more"] if len(self.rows) > 3 else []
         count = "1 bad row" if len(self.rows) == 1 else f"{len(self.rows)} bad rows"
         raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
+
+    def targets(self, name: str, as_classes: bool | None) -> tuple[Tensor, tuple[str, ...]]:
+        """The targets of all rows and the names of the classes, as `tables.targets` finds them in the usable rows."""
+        rows = self.usable()
+        if not len(rows):
+            raise ValueError(f"{self.source.name} has no row without fault: {', '.join(self.counts())}")
+        return targets(name, self.source.columns[name], rows, as_classes, self.kind.feature_maps)
 
     def usable(self, part: str = "") -> Tensor:
         """The rows of a part that can be used; of all parts, where the source has none of this name."""

@@ -57,10 +57,6 @@ class Feature:
         """The features of several columns `[n, k]` of this kind, one after the other, float32 `[n, f]`."""
         raise NotImplementedError
 
-    def features(self, raw: Tensor) -> Tensor:
-        """The features `[n, f]` of this column `[n]`, float32."""
-        return self.joint([self], raw[:, None])
-
     def restored(self, x: Tensor) -> Tensor:
         """Values `[n]` that have these features `[n, f]`."""
         raise NotImplementedError
@@ -74,7 +70,7 @@ class Feature:
 class Number(Feature):
     """A number, less `offset`. Where it is missing it is `fill`, and with `flag` a second feature says so.
 
-    >>> Number("a", fill=2.0, flag=True).features(torch.tensor([1.0, torch.nan]))
+    >>> features_of([Number("a", fill=2.0, flag=True)], [torch.tensor([1.0, torch.nan])])
     tensor([[1., 0.],
             [2., 1.]])
     """
@@ -196,9 +192,11 @@ class Category(Feature):
     missing the next.
 
     >>> colour = Category("colour", known=("blue", "red"), other=True)
-    >>> colour.names, colour.raw(Column("text", ["red", "green"])), colour.features(torch.tensor([1, 2]))
-    (('colour=blue', 'colour=red', 'colour other'), tensor([1, 2]), tensor([[0., 1., 0.],
-            [0., 0., 1.]]))
+    >>> colour.names, colour.raw(Column("text", ["red", "green"]))
+    (('colour=blue', 'colour=red', 'colour other'), tensor([1, 2]))
+    >>> features_of([colour], [torch.tensor([1, 2])])
+    tensor([[0., 1., 0.],
+            [0., 0., 1.]])
     """
 
     kind: ClassVar[str] = "category"
@@ -273,17 +271,13 @@ class Pixels(Feature):
 
 def features_of(features: Sequence[Feature], raw: Sequence[Tensor]) -> Tensor:
     """All features `[n, F]` of columns `[n]`, in their order; those of one kind are computed together."""
-    parts: list[Tensor] = []
-    places: dict[int, list[int]] = {}
-    count = 0
+    found: dict[int, Tensor] = {}
     kinds: list[type[Feature]] = [type(feature) for feature in features]
     for kind in dict.fromkeys(kinds):
-        own = [at for at, feature in enumerate(features) if type(feature) is kind]
-        parts.append(kind.joint([features[at] for at in own], torch.stack([raw[at] for at in own], 1)))
-        for at in own:
-            places[at] = list(range(count, count + len(features[at].names)))
-            count += len(places[at])
-    return _chosen(parts, [places[at] for at in range(len(features))])
+        own = [at for at, each in enumerate(kinds) if each is kind]
+        x = kind.joint([features[at] for at in own], torch.stack([raw[at] for at in own], 1))
+        found |= zip(own, x.split([len(features[at].names) for at in own], 1), strict=True)
+    return torch.cat([found[at] for at in range(len(features))], 1)
 
 
 def _chosen(parts: Sequence[Tensor], places: Sequence[Sequence[int]]) -> Tensor:

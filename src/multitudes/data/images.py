@@ -148,13 +148,4 @@ def _reason(error: Exception) -> str:
 
 def find_images(source: Source, image: str | None) -> list[str] | None:
     """The column of images: the given one, the only one, or one that is called so; None where there is none."""
-    if image is not None:
-        column = source.column("image", image)
-        if column.kind != "image":
-            raise ValueError(f"image={image!r} must be a column of images, got one of kind {column.kind}")
-        return [image]
-    found = [name for name, column in source.columns.items() if column.kind == "image"]
-    named: list[str] = [name for name in ("image", "img") if name in found]
-    if len(found) < 2 or named:
-        return named[:1] or found or None
-    raise ValueError(f"image= must say which column of {source.name} holds the images: {', '.join(found)}")
+    return source.one_of_kind("image", image, ("image", "img")) or None

@@ -83,34 +83,25 @@ class Kind:
     """Inputs of another shape in this one."""
     scaled: Callable[[Tensor], Tensor] = _as_is
     """Inputs as floating-point numbers, before they are normalised."""
-    scaling: str = ""
-    """What that does, in a formula."""
     named: bool = False
-    """Whether features have names."""
-    fills: bool = False
-    """Whether the encoder fills in what is missing, so that a row needs one value alone."""
-    labelled: bool = False
-    """Whether whole numbers to predict are classes, however many there are."""
+    """True for features with names. Their encoder fills in what is missing, so that a row needs one value alone."""
     validation: float = 0.1
     """The share of the training rows that is held out, where nothing else is said."""
     feature_maps: bool = False
-    """Whether there are feature maps, for methods that work on them, and inputs that can be moved and mirrored."""
+    """True for images: they are decoded from files, can be moved and mirrored, and their whole numbers to predict are
+    classes, however many there are."""
     pictured: Callable[[Shape], bool] = lambda shape: False
     """Whether a page can show the inputs as pictures."""
-    decoded: bool = False
-    """Whether inputs are decoded from files, which are kept in their place."""
     written: bool = False
-    """Whether a page can show the inputs as texts."""
-    by_shape: bool = True
-    """Whether the shape of an input tells its kind."""
+    """True for texts, which a page can show. Their shape does not tell their kind."""
 
     def describe(self, shape: Shape) -> str:
         """Such as "rows of 13"."""
         return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.written else ''}"
 
-    def blank(self, shape: Shape, count: int = 4) -> Tensor:
-        """So many inputs of a shape with nothing in them, as a network sees them, on the CPU."""
-        return self.scaled(torch.zeros(count, *shape, dtype=self.dtype))
+    def blank(self, shape: Shape) -> Tensor:
+        """Four inputs of a shape with nothing in them, as a network sees them, on the CPU."""
+        return self.scaled(torch.zeros(4, *shape, dtype=self.dtype))
 
     def corruptible(self, shape: Shape) -> bool:
         """Whether the corruptions of `mt.shift` are for inputs of this shape."""
@@ -239,11 +230,8 @@ KINDS = [
         open=lambda path: open_images(path) or open_source(path),
         refit=refit,
         scaled=lambda x: x.float() / 255,
-        scaling="pixels / 255",
-        labelled=True,
         feature_maps=True,
         pictured=lambda shape: shape[0] in (1, 3),
-        decoded=True,
     ),
     Kind(
         "text", "texts", torch.int32, 1, "int32 tokens [N, T]",
@@ -258,7 +246,6 @@ KINDS = [
         defaults=lambda shape, rows: _defaults("", {}, **transformer_training(rows, pretrained=False)),
         arguments=_text_arguments,
         written=True,
-        by_shape=False,
     ),
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
@@ -273,7 +260,6 @@ KINDS = [
         defaults=lambda shape, rows: _defaults("tabular", {}, **table_training(rows)),
         arguments=_table_arguments,
         named=True,
-        fills=True,
         validation=0.15,
     ),
 ]  # fmt: skip
@@ -286,7 +272,7 @@ def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
     >>> kind_of_shape((3, 32, 32)).name, kind_of_shape((13,)).name
     ('image', 'table')
     """
-    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else kind.by_shape)]
+    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else not kind.written)]
     return _only("shape must be that of one of", list(shape), fitting)
 
 

@@ -14,7 +14,7 @@ from multitudes.data.assemble import BadRows, load
 from multitudes.data.columns import Column
 from multitudes.data.kinds import kind_of_source
 from multitudes.data.sources import Source, open_source
-from multitudes.data.tables import Choice, find_target, targets
+from multitudes.data.tables import Choice, find_target
 from multitudes.data.types import Data
 
 __all__ = ["Inputs", "inputs_of", "labelled", "read_inputs", "remarks", "texts_source"]
@@ -111,10 +111,7 @@ def labelled(
     name = find_target(opened, target, found)
     columns = data.encoder.columns(opened, image)
     bad = BadRows(opened, skip_bad, kind, columns, name)
-    every = bad.usable()
-    if not len(every):
-        raise ValueError(f"{opened.name} has no row that can be used")
-    y, classes = targets(name, opened.columns[name], every, bool(data.classes), kind.labelled)
+    y, classes = bad.targets(name, bool(data.classes))
     rows = bad.usable("test")
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:

@@ -44,7 +44,7 @@ def save(data: Data, path: str | Path) -> Path:
     arrays = {"about": _bytes(json.dumps(about).encode())}
     for name, part in data.parts.items():
         arrays[f"{name}.y"] = part.y
-        smaller = data.kind.decoded and 0 < sum(map(len, part.files)) < part.x.nbytes
+        smaller = data.kind.feature_maps and 0 < sum(map(len, part.files)) < part.x.nbytes
         if smaller or (data.kind.written and part.files and name == "test"):
             arrays[f"{name}.files"] = _bytes(b"".join(part.files))
             arrays[f"{name}.ends"] = torch.tensor([len(file) for file in part.files]).cumsum(0)

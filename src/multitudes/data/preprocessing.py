@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from multitudes.core.checks import check_choice
 from multitudes.data.features import Feature
@@ -63,18 +64,10 @@ class Preprocessing(nn.Module):
             return cls(mean, std)
         own = torch.tensor(list(numeric), dtype=torch.bool)
         mean, std = torch.where(own, mean, 0.0), torch.where(own, std, 1.0)
-        functions = [
-            _function((x[:, at] - mean[at]) / std[at]) if own[at] else (torch.empty(0), torch.empty(0))
-            for at in range(x.shape[1])
-        ]
-        width = max(2, 1 + max(len(knots) for knots, _ in functions))  # one at least that is no knot
-        padded = torch.full((len(functions), width), torch.inf), torch.zeros(len(functions), width)
-        for at, function in enumerate(functions):
-            for row, values in zip(padded, function, strict=True):
-                row[at, : len(values)] = values
-                if len(values) and row is padded[1]:
-                    row[at, len(values) :] = values[-1]
-        return cls(mean, std, *padded)
+        none = torch.full((2,), torch.inf), torch.zeros(2)
+        functions = [_function((x[:, at] - mean[at]) / std[at]) if own[at] else none for at in range(x.shape[1])]
+        knots, scores = (list(each) for each in zip(*functions, strict=True))
+        return cls(mean, std, pad_sequence(knots, True, torch.inf), pad_sequence(scores, True))
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x - self.mean) / self.std
@@ -92,7 +85,10 @@ class Preprocessing(nn.Module):
 
 
 def _function(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Knots and normal scores of a column `[N]` of standardised numbers: ties have the score of their middle rank."""
+    """Knots and normal scores of a column `[N]` of standardised numbers: ties have the score of their middle rank.
+
+    The last knot is infinite, and so none.
+    """
     known, counts = values.unique(return_counts=True)
     middle = (counts.double().cumsum(0) - counts.double() / 2) / len(values)
     many = min(MOST, max(FEWEST, len(values) // ROWS_A_KNOT))
@@ -101,9 +97,9 @@ def _function(values: Tensor) -> tuple[Tensor, Tensor]:
         chosen = torch.searchsorted(middle, levels).clamp(max=len(known) - 1).unique()
         known, middle = known[chosen], middle[chosen]
     scores = torch.special.ndtri(middle).float()
-    ends = torch.tensor([-BEYOND, BEYOND])
-    return (torch.cat([known[:1] + ends[0], known, known[-1:] + ends[1]]),
-            torch.cat([scores[:1] + ends[0], scores, scores[-1:] + ends[1]]))  # fmt: skip
+    reach = torch.tensor([BEYOND])
+    knots = torch.cat([known[:1] - reach, known, known[-1:] + reach, torch.tensor([torch.inf])])
+    return knots, torch.cat([scores[:1] - reach, scores, scores[-1:] + reach, torch.zeros(1)])
 
 
 NARROWEST = 1e-4

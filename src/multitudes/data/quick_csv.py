@@ -33,28 +33,22 @@ def quick_columns(path: Path) -> dict[str, Column] | None:
     import pyarrow as pa
 
     try:
-        names = _header(path)
-        table = _table(path, names) if names else None
+        table = _table(path)
         return None if table is None else _columns(table)
     except (pa.ArrowException, UnicodeDecodeError, csv.Error, OSError):
         return None  # whoever reads it cell by cell finds out what is wrong, and where
 
 
-def _header(path: Path) -> list[str] | None:
-    """The names of the columns; None where they are not told apart, or not by commas."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        line = file.readline()
-    if '"' in line or max(",;\t", key=line.count) != ",":
-        return None
-    names = [name.strip() for name in next(csv.reader([line]))]
-    return names if len(set(names)) == len(names) else None
-
-
-def _table(path: Path, names: list[str]) -> Any:
-    """All cells as texts; None where a row is not one line."""
+def _table(path: Path) -> Any:
+    """All cells as texts; None where columns are not told apart by name and by commas, or a row is not one line."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
+    with path.open("rb") as file:
+        header, count = file.readline().decode("utf-8-sig"), sum(1 for _ in file)
+    names = [name.strip() for name in next(csv.reader([header]))]
+    if '"' in header or max(",;\t", key=header.count) != "," or len(set(names)) < len(names):
+        return None
     table = arrow_csv.read_csv(
         path,
         read_options=arrow_csv.ReadOptions(column_names=names, skip_rows=1, block_size=1 << 24),
@@ -62,15 +56,7 @@ def _table(path: Path, names: list[str]) -> Any:
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
         ),
     )
-    return table if table.num_rows == _lines(path) - 1 else None
-
-
-def _lines(path: Path) -> int:
-    count, last = 0, b"\n"
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            count, last = count + block.count(b"\n"), block[-1:]
-    return count + (last != b"\n")
+    return table if table.num_rows == count else None
 
 
 def _columns(table: Any) -> dict[str, Column] | None:

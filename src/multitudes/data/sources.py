@@ -8,8 +8,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,24 @@ class Source:
             has = ", ".join(self.columns)
             raise ValueError(f"{self.name} must have the column {name!r}, as in training; it has {has}")
         return self.columns[name]
+
+    def one_of_kind(
+        self, kind: str, given: str | None, names: Sequence[str], without: Collection[str] = ()
+    ) -> list[str]:
+        """The column of images or texts: the given one, the only one, or the first of these names; none without any.
+
+        The kind is also the name of the argument that gives it. Columns `without` are not considered.
+        """
+        if given is not None:
+            column = self.column(kind, given)
+            if column.kind != kind:
+                raise ValueError(f"{kind}={given!r} must be a column of {kind}s, got one of kind {column.kind}")
+            return [given]
+        found = [name for name, column in self.columns.items() if column.kind == kind and name not in without]
+        named = [name for name in names if name in found][:1]
+        if len(found) > 1 and not named:
+            raise ValueError(f"{kind}= must say which column of {self.name} holds the {kind}s: {', '.join(found)}")
+        return named or found
 
     def where(self, row: int) -> str:
         """The file, and the place in it."""
@@ -237,18 +254,9 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
     return Source(name, columns, _parts_of_files(origins), origins, broken, lines=numbers)
 
 
-@contextmanager
-def _any_length() -> Iterator[None]:
-    """Inside, cells of a CSV file may be as long as texts are; by itself Python reads 131,072 characters."""
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
-
-
 def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
     """What separates the cells, and each row that is not empty, with the line on which it begins."""
+    limit = csv.field_size_limit(sys.maxsize)  # cells may be as long as texts are, not only 131,072 characters
     try:
         content = path.read_bytes()
         text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
@@ -256,16 +264,17 @@ def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
         most = max(",;\t", key=header.count)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=most)
         found, start = [], 1
-        with _any_length():
-            for line in reader:
-                if line:
-                    found.append((start, line))
-                start = reader.line_num + 1
+        for line in reader:
+            if line:
+                found.append((start, line))
+            start = reader.line_num + 1
         return most, found
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not: save it as that") from error
     except csv.Error as error:
         raise ValueError(f"{path.name} could not be read as CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:

@@ -15,14 +15,26 @@ from multitudes.data.sources import Source
 
 __all__ = ["Choice", "TableEncoder", "choose_columns", "find_target", "targets"]
 
+LABELS = ("label", "labels", "class", "target")
+"""Names of a column to predict, where none is given."""
 CLASSES = 20
 """Whole numbers of a table are classes where there are at most this many, each ten times or more on average."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked of the columns of inputs: the arguments of `load` of these names."""
+    """What was asked of a source: the arguments of `load` of these names."""
 
+    target: str | None = None
+    split: str | None = None
+    task: str | None = None
+    fold: int = 0
+    folds: int | None = None
+    validation: float | None = None
+    test: float = 0.2
+    seed: int = 0
+    limit: int | None = None
+    skip_bad: bool = False
     image: str | None = None
     size: tuple[int, int] | None = None
     columns: Sequence[str] | None = None
@@ -95,16 +107,6 @@ class TableEncoder:
         return Encoded(x, list(range(len(rows))), unknown=int(unknown.sum()), filled=filled)
 
 
-def _check_spread(what: str, values: Tensor) -> None:
-    """Numbers must not be so close to each other that float32 would blur them."""
-    spread = values.max() - values.min()
-    if 0 < spread < 1e-5 * values.abs().max():
-        raise ValueError(
-            f"{what} varies by {spread.item():g} around {values[0].item():g}, too little for float32: "
-            f"subtract what its values have in common"
-        )
-
-
 def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Column]:
     """The columns that features may be made of: the given ones, or all but the target and those to drop."""
     for name in choice.drop:
@@ -131,7 +133,7 @@ def find_target(source: Source, target: str | None, inputs: Collection[str]) -> 
         return target
     others = [name for name in source.columns if name not in inputs]
     if inputs:
-        named = [name for name in ("label", "labels", "class", "target") if name in others]
+        named = [name for name in LABELS if name in others]
         typed = [name for name in others if source.columns[name].names]
         if named or len(typed) == 1:
             return (named or typed)[0]
@@ -164,7 +166,12 @@ def targets(
         few = len(known) <= CLASSES and 10 * len(known) <= len(values)
         named = bool(column.names) or (column.whole and (labelled or few))
         if not (named if as_classes is None else as_classes):
-            _check_spread(f"target {name!r}", values)
+            spread = values.max() - values.min()
+            if 0 < spread < 1e-5 * values.abs().max():
+                raise ValueError(
+                    f"target {name!r} varies by {spread.item():g} around {values[0].item():g}, too little for float32: "
+                    f"subtract what its values have in common"
+                )
             return column.values.float(), ()
         classes = column.names or tuple(str(int(v)) if v.is_integer() else str(v) for v in known.tolist())
         known = torch.arange(len(classes)).double() if column.names else known

@@ -23,7 +23,7 @@ from multitudes.data.columns import Column, Encoded
 from multitudes.data.features import Feature, Text
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source
-from multitudes.data.tables import Choice
+from multitudes.data.tables import LABELS, Choice
 
 __all__ = [
     "LONGEST",
@@ -46,10 +46,6 @@ FILES = ("tokenizer.json", "vocab.*", "*.model", "*.spm", "*.tiktoken", "tekken.
 """Those that tokens are in."""
 AT_ONCE = 4096
 """Texts that are tokenized at once: what the library finds takes far more memory than the tokens."""
-NAMES = ("text", "sentence")
-"""What a column of texts is called, where there are several."""
-LABELS = ("label", "labels", "class", "target")
-"""What a column to predict is called, where none is named."""
 
 
 @dataclass(frozen=True)
@@ -161,24 +157,15 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
 
 def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] | None:
     """The column of texts: the given one, the only one, or one that is called so; None where none is asked for."""
-    if choice.text is not None:
-        column = source.column("text", choice.text)
-        if column.kind != "text":
-            raise ValueError(f"text={choice.text!r} must be a column of texts, got one of kind {column.kind}")
-        if choice.text == target:
-            raise ValueError(f"text must not name the target {target!r}")
-        return [choice.text]
-    if choice.tokenizer is None:
+    if choice.text is None and choice.tokenizer is None:
         return None
-    without = (target,) if target else LABELS
-    found = [name for name, column in source.columns.items() if column.kind == "text" and name not in without]
-    named = [name for name in NAMES if name in found]
+    if choice.text is not None and choice.text == target:
+        raise ValueError(f"text must not name the target {target!r}")
+    found = source.one_of_kind("text", choice.text, ("text", "sentence"), (target,) if target else LABELS)
     if not found:
         has = ", ".join(source.columns)
         raise ValueError(f"text= must be a column of texts, and {source.name} has none: its columns are {has}")
-    if len(found) == 1 or named:
-        return named[:1] or found
-    raise ValueError(f"text= must say which column of {source.name} holds the texts: {', '.join(found)}")
+    return found
 
 
 class CutToLongest(nn.Module):

@@ -17,7 +17,7 @@ from multitudes.deployment.conversion import deploy
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.serve.answers import answer_rows
 from multitudes.serve.held_out import held_out
-from multitudes.study.job_data import precision_on
+from multitudes.study.assignment import precision_on
 from multitudes.study.trained import Trained
 
 __all__ = ["Question", "ServedNetwork"]

@@ -1,10 +1,12 @@
-"""What a job is asked to do: its configuration, read and checked, with its data, and the networks that it asks for."""
+"""The configuration of a job, read and checked: its data in batches, its device, and its networks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multitudes import data as datasets
 from multitudes.core.checks import check_seed
+from multitudes.core.devices import device_of
 from multitudes.core.files import read_json
 from multitudes.core.multitude import Criterion, Multitude
 from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data import Data, Loader
-from multitudes.study.job_data import HeldOut, data_of, device_of, inside_run, precision_on
 from multitudes.study.methods import METHODS, Method, build, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.training.optimizers import batch_size_for
+from multitudes.training.precision import AUTO, precision_dtype
 
-__all__ = ["Assignment"]
+__all__ = ["Assignment", "Batches", "data_of", "inside_run", "precision_on"]
 
 APART = ("batch_size", "augment", "patience", "class_weight", "average")
 """Keys of the training that are no arguments of `fit` for a network by itself."""
+
+
+class Batches:
+    """Scaled inputs, batch by batch, and where they are given targets as the network learned them.
+
+    With a device they are there, and the inputs are as a network is called with them.
+    """
+
+    def __init__(
+        self, data: Data, x: Tensor, y: Tensor | None = None, size: int = 256, device: torch.device | None = None
+    ) -> None:
+        self.data, self.x, self.y, self.size, self.device = data, x, y, size, device
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.x) / self.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.x), self.size):
+            rows = slice(start, start + self.size)
+            x = self.data.scaled(self.x[rows])
+            if self.device is not None:
+                x = self.data.preprocess(x.to(self.device))
+            if self.y is None:
+                yield x
+            else:
+                y = self.y[rows]
+                yield x, (y if self.data.classes else self.data.standardised(y)[:, None]).to(x.device)
 
 
 @dataclass(frozen=True)
@@ -139,7 +170,7 @@ class Assignment:
         training, part = self.config["training"], self.data.validation
         found: dict[str, Any] = {}
         if training.get("patience") is not None and not recorded:
-            held_out = HeldOut(self.data, part.x, part.y, self.device)
+            held_out = Batches(self.data, part.x, part.y, 1024, self.device)
             found = {"patience": training["patience"], "validation": held_out, "stop_by": "error"}
         if training.get("average") is not None and not recorded:
             found["average"] = training["average"]
@@ -151,3 +182,35 @@ class Assignment:
 
 def _gaussian(prediction: Tensor, y: Tensor) -> Tensor:
     return beta_nll(prediction, y[:, None])
+
+
+def data_of(config: Mapping[str, Any], directory: Path) -> Data:
+    """The data of a job, as its configuration names them: the digits, or a prepared file in the run directory.
+
+    A configuration may be somebody else's, so that it cannot make this read other files, or reach the network.
+    """
+    if "file" not in config:
+        if config.get("source") != "digits":
+            raise ValueError(f"the data of a job must be a prepared file or digits, got {config.get('source')!r}")
+        return datasets.load(**config)
+    inside_run(directory, str(config["file"]))
+    found = datasets.read(directory / config["file"])
+    if config.get("fingerprint") not in (None, found.fingerprint):
+        raise ValueError(f"data file {config['file']!r} is not the one that the study was made for: prepare it again")
+    return found
+
+
+def inside_run(directory: Path, file: str) -> Path:
+    """The path of a file that a job's configuration names, which must lie in the run directory."""
+    run = os.path.normpath(directory.absolute().parent.parent)
+    path = os.path.normpath(directory.absolute() / file)
+    if os.path.commonpath([run, path]) != run:
+        raise ValueError(f"the configuration of {str(directory)!r} names {file!r}, a file outside of its run directory")
+    return Path(path)
+
+
+def precision_on(name: str | None, device: torch.device) -> str:
+    """The precision of a name on a device; auto is bfloat16 on a GPU that computes with it."""
+    if name == AUTO:
+        return "float32" if precision_dtype(name, device) is None else "bfloat16"
+    return name or "float32"

@@ -126,23 +126,23 @@ def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
     if len(present) == 1:  # scikit-learn fits nothing to one class
         probs[:, present] = 1.0
         return probs
-    x, y = _inputs(data, data.train.x, normalised), data.train.y.numpy()
-    step = math.ceil(len(data.train) / MOST_FOR_LINEAR) if normalised else 1
-    model.fit(x[::step], y[::step])
-    probs[:, torch.from_numpy(model.classes_)] = torch.from_numpy(
-        model.predict_proba(_inputs(data, data.test.x, normalised))
-    ).double()
+    _fit(model, data, data.train.y, normalised)
+    found = model.predict_proba(_inputs(data, data.test.x, normalised))
+    probs[:, torch.from_numpy(model.classes_)] = torch.from_numpy(found).double()
     return probs
 
 
 def _with_residuals(model: Any, data: Data, normalised: bool = False) -> Forecasts:
     """Means of a regressor, with the deviation that it has on the validation part."""
-    x, y = _inputs(data, data.train.x, normalised), data.train.y.double().numpy()
-    step = math.ceil(len(data.train) / MOST_FOR_LINEAR) if normalised else 1
-    model.fit(x[::step], y[::step])
+    _fit(model, data, data.train.y.double(), normalised)
     held_out = torch.from_numpy(model.predict(_inputs(data, data.validation.x, normalised))) - data.validation.y
     mean = torch.from_numpy(model.predict(_inputs(data, data.test.x, normalised))).double()
     return _gaussian(data, mean, held_out.double().square().mean().sqrt().clamp(min=1e-6 * data.target_std))
+
+
+def _fit(model: Any, data: Data, y: Tensor, normalised: bool) -> None:
+    step = math.ceil(len(y) / MOST_FOR_LINEAR) if normalised else 1
+    model.fit(_inputs(data, data.train.x[::step], normalised), y[::step].numpy())
 
 
 def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:

@@ -10,10 +10,10 @@ from torch import nn
 
 from multitudes.core.members import Members
 from multitudes.landscape.planes import plane
+from multitudes.study.assignment import data_of
 from multitudes.study.baselines import measure_baselines
 from multitudes.study.costs import measure_times
 from multitudes.study.importance import NAME, measure_importance
-from multitudes.study.job_data import data_of
 from multitudes.study.store import Run
 from multitudes.study.trained import Trained
 

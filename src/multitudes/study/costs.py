@@ -42,7 +42,6 @@ __all__ = [
     "multiply_adds",
     "parameters",
     "versions",
-    "with_ratios",
 ]
 
 BATCH = 256
@@ -216,15 +215,6 @@ def in_turns(
 def _ratio(ratios: list[float], seconds: list[float]) -> Ratio:
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Ratio(middle, low, high, statistics.median(seconds))
-
-
-def with_ratios(costs: Mapping[str, float], single: Mapping[str, float]) -> dict[str, float]:
-    """The costs, and each as a ratio to the single network's, under its name and `_ratio`.
-
-    >>> with_ratios({"parameters": 8}, {"parameters": 2})
-    {'parameters': 8, 'parameters_ratio': 4.0}
-    """
-    return {**costs, **{f"{name}_ratio": value / single[name] for name, value in costs.items()}}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -46,14 +46,10 @@ PATIENCE = 30.0
 """Seconds that a cluster has to answer, and to find a place for a job."""
 SILENCE = 90.0
 """Seconds without a message after which a cluster is lost."""
+RETRIES = 3
+"""How many times a cluster starts a job again whose worker is lost."""
 TRIES = 3
 """How many times the local driver is started where it is killed."""
-
-_TIE = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit('its study has ended'); os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Has Linux kill a process when its parent ends, and then becomes the command."""
 
 Tell = Callable[..., None]
 
@@ -96,7 +92,6 @@ def run_cluster(
     *,
     cpus: float = 1,
     gpus: float | None = None,
-    retries: int = 3,
     command: Sequence[str] | None = None,
     on_event: Callable[[Snapshot], None] | None = None,
 ) -> Outcome:
@@ -104,19 +99,18 @@ def run_cluster(
 
     A task takes `cpus` of a node's cores and `gpus` of its GPUs: a fraction such as 0.25 puts four jobs on one; by
     default one where there are any, unless the study is for the CPU. A task whose worker or node dies is started again,
-    `retries` times at most; a job that fails by itself is not. A cluster that does not answer for 30 seconds, or is
+    three times at most; a job that fails by itself is not. A cluster that does not answer for 30 seconds, or is
     lost, is a ValueError; what is done stays done. The rest is as with `run_local`.
     """
     check_number("cpus", cpus, 0, above=True)
     if gpus is not None:
         check_number("gpus", gpus, 0)
-    check_number("retries", retries, 0)
     ray = sys.modules.get("ray")
     if address == "auto" and ray is not None and ray.is_initialized():  # the cluster that this process is in
         address = str(ray.get_runtime_context().gcs_address)
     request = {
         "directory": str(run.directory.resolve()), "address": address, "device": run.spec["device"], "cpus": cpus,
-        "gpus": gpus, "retries": retries, "command": command, "patience": PATIENCE,
+        "gpus": gpus, "retries": RETRIES, "command": command, "patience": PATIENCE,
     }  # fmt: skip
     # A driver whose head is gone waits a minute before it ends itself.
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
@@ -193,16 +187,15 @@ class Driver:
 
     def __init__(self, module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        tie = [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if LINUX else []
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [*tie, sys.executable, "-P", "-m", module], stdin=pipe, stdout=pipe, stderr=self.errors,
+            [sys.executable, "-P", "-m", module], stdin=pipe, stdout=pipe, stderr=self.errors,
             env={**os.environ, **environment}, text=True,
         )  # fmt: skip
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
         with suppress(BrokenPipeError):
-            self.input.write(json.dumps(request) + "\n")
+            self.input.write(json.dumps({"parent": os.getpid(), **request}) + "\n")
             self.input.flush()
 
     def messages(self, silence: float = threading.TIMEOUT_MAX) -> Iterator[dict[str, Any]]:
@@ -257,9 +250,12 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
 
 
-def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def end_with_parent(parent: int) -> None:
+    """Have Linux kill this process when its parent ends, however that ends; exit if it has ended already."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit("its study has ended")
 
 
 def conversation() -> tuple[dict[str, Any], Tell]:
@@ -271,7 +267,9 @@ def conversation() -> tuple[dict[str, Any], Tell]:
     def tell(**message: Any) -> None:
         reports.write(json.dumps(message) + "\n")
 
-    return json.loads(sys.stdin.readline()), tell
+    request = json.loads(sys.stdin.readline())
+    end_with_parent(request["parent"])
+    return request, tell
 
 
 # -- the machine --------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.core.tasks.predictive import Predictive
 from multitudes.data import Data
 from multitudes.data.splits import spread
 from multitudes.evaluation.predict import predictions
-from multitudes.study.job_data import HeldOut
+from multitudes.study.assignment import Batches
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.rows import TARGETS
 from multitudes.study.store import Run
@@ -33,6 +34,7 @@ MOST_PREDICTIONS = 50_000
 """Rows that are predicted in all for one shuffling of every column: of many columns, fewer test rows are used."""
 FEWEST_ROWS = 100
 REPEATS = 3
+SEED = 0
 LIMIT = 15.0
 """Seconds after which no further shuffling is begun."""
 
@@ -51,7 +53,7 @@ def measure_importance(run: Run) -> dict[str, Any]:
     return {"score": targets.error, "uncertainty": targets.uncertainty, "methods": methods} if methods else {}
 
 
-def importance(net: Any, data: Data, repeats: int = REPEATS, seed: int = 0) -> dict[str, Any]:
+def importance(net: Any, data: Data) -> dict[str, Any]:
     """What a network's score and uncertainty on test rows are, and by how much shuffling each column changes them.
 
     `{"rows": n, "base": [score, uncertainty], "columns": {name: {"score": [...], "uncertainty": [...]}}}`, with a
@@ -61,13 +63,13 @@ def importance(net: Any, data: Data, repeats: int = REPEATS, seed: int = 0) -> d
     ends = list(accumulate(len(feature.names) for feature in features))
     groups = {f.column: slice(end - len(f.names), end) for f, end in zip(features, ends, strict=True)}
     count = min(len(data.test), MOST_ROWS, max(FEWEST_ROWS, MOST_PREDICTIONS // len(groups)))
-    chosen = spread(data.test.y if data.classes else torch.zeros(len(data.test)), count, seed)
+    chosen = spread(data.test.y if data.classes else torch.zeros(len(data.test)), count, SEED)
     x, y = data.test.x[chosen], data.test.y[chosen]
     base = _measured(net, data, x, y)
     sign = -1.0 if data.classes else 1.0
     found: dict[str, dict[str, list[float]]] = {name: {"score": [], "uncertainty": []} for name in groups}
-    generator, started = torch.Generator().manual_seed(seed), time.monotonic()
-    for repeat in range(repeats):
+    generator, started = torch.Generator().manual_seed(SEED), time.monotonic()
+    for repeat in range(REPEATS):
         if repeat and time.monotonic() - started > LIMIT:
             break
         order = torch.randperm(count, generator=generator)
@@ -100,14 +102,9 @@ def in_a_sentence(table: Mapping[str, Any]) -> str:
 
 def _measured(net: Any, data: Data, x: Tensor, y: Tensor) -> tuple[float, float]:
     """The score and the mean uncertainty of rows; numbers in their own units."""
-    errors, unsure = [], []
-    for p, target in predictions(net, HeldOut(data, x, y, torch.device("cpu"), 256), False, seed=0):
-        assert target is not None
-        if data.classes:
-            errors.append((p.label == target).double())
-            unsure.append(p.entropy.double())
-        else:
-            errors.append(((p.mean - target)[:, 0].double() * data.target_std).square())
-            unsure.append(p.std[:, 0].double() * data.target_std)
-    score = torch.cat(errors).mean()
-    return float(score if data.classes else score.sqrt()), float(torch.cat(unsure).mean())
+    batches = Batches(data, x, device=torch.device("cpu"))
+    p = Predictive.concat(each for each, _ in predictions(net, batches, False, seed=SEED))
+    if data.classes:
+        return float((p.label == y).double().mean()), float(p.entropy.double().mean())
+    error = (p.mean[:, 0] - data.standardised(y)).double() * data.target_std
+    return float(error.square().mean().sqrt()), float(p.std[:, 0].double().mean()) * data.target_std

@@ -131,11 +131,9 @@ class JobProcess:
 
 def _become(directory: str, environment: Mapping[str, str], command: Sequence[str] | None, driver: int) -> None:
     """In a new process: run the job, as `python -m multitudes.study.worker` would in this environment."""
+    end_with_parent(driver)
     if LINUX:
-        end_with_parent()
         ctypes.CDLL(None).prctl(SET_NAME, os.path.basename(directory).encode()[:15])
-        if os.getppid() != driver:
-            return
     for number in HELD:
         signal.signal(number, signal.SIG_DFL)
     if os.name == "posix":

@@ -22,7 +22,7 @@ from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score, plain_number
 from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_auroc, read_rows
 from multitudes.metrics.regression_inputs import read_forecasts
-from multitudes.study.job_data import HeldOut, ScaledBatches
+from multitudes.study.assignment import Batches
 
 __all__ = ["Measured", "calibrated", "measured"]
 
@@ -57,9 +57,9 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
     if not options.get("calibrate", True) or rows < FEWEST:
         return net
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
-    part = HeldOut(data, data.validation.x, data.validation.y, device, options.get("batch_size", 256))
-    pairs = [(p.cpu(), y) for p, y in predictions(net, part, False, seed=EVALUATION_SEED)]
-    predictive, target = Predictive.concat(p for p, _ in pairs), torch.cat([y.cpu() for _, y in pairs if y is not None])
+    part = Batches(data, data.validation.x, size=options.get("batch_size", 256), device=device)
+    predictive = Predictive.concat(p.cpu() for p, _ in predictions(net, part, False, seed=EVALUATION_SEED))
+    target = data.validation.y if data.classes else data.standardised(data.validation.y)[:, None]
     fitted = helpful_scaling(predictive, target, net.members, EVALUATION_SEED)
     if data.classes and fitted is None:
         return net
@@ -89,9 +89,9 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     size = options.get("batch_size", 256)
     bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
     how = {"preprocess": data.preprocess, "scale": data.target_std, "seed": EVALUATION_SEED, "progress": False, **bins}
-    test = ScaledBatches(data, data.test.x, data.test.y, size)
+    test = Batches(data, data.test.x, data.test.y, size)
     # Criteria of out-of-distribution inputs are of classes.
-    ood = {name: ScaledBatches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
+    ood = {name: Batches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
     growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
     kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
     scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores) | kept.scores()
@@ -112,12 +112,12 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     return Measured(Evaluation(scores), growth.table(), kept.arrays())
 
 
-def _corruptible(data: Data, limit: int | None, size: int) -> ScaledBatches:
+def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
     """The test part, or as much of it as shall be corrupted, of each class its share."""
     rows = torch.arange(len(data.test))
     if limit is not None and limit < len(rows):
         rows = spread(data.test.y, limit, EVALUATION_SEED)
-    return ScaledBatches(data, data.test.x[rows], data.test.y[rows], size)
+    return Batches(data, data.test.x[rows], data.test.y[rows], size)
 
 
 class _Predictions:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from multitudes.study.execution import LINUX, LOCAL, Driver, LostError, end_with_parent
+from multitudes.study.execution import LOCAL, Driver, LostError, end_with_parent
 from multitudes.study.monitor import JobProgress
 from multitudes.study.store import Job, write_atomically
 
@@ -131,8 +131,7 @@ def _own_folder() -> tuple[Path, subprocess.Popen[bytes]]:
     above.mkdir(mode=0o700, exist_ok=True)
     if above.is_symlink() or above.stat().st_uid != os.getuid():
         raise ValueError(f"{str(above)!r} belongs to somebody else: set TMPDIR to a folder of your own")
-    if LINUX:
-        end_with_parent()  # Ray's workers may outlive their node
+    end_with_parent(os.getppid())  # Ray's workers may outlive their node
     folder = Path(tempfile.mkdtemp(dir=above))
     sweeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)], start_new_session=True,

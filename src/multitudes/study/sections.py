@@ -6,6 +6,7 @@ A key that is declared by `option` is an option of the command line as well, wit
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -230,27 +231,6 @@ class SpecError(ValueError):
         super().__init__("\n".join(place + message for place, (_, message) in zip(where, found, strict=True)))
 
 
-_MUST = {
-    "missing": "is missing",
-    "int_type": "must be a whole number, got {input!r}",
-    "float_type": "must be a number, got {input!r}",
-    "finite_number": "must be a finite number, got {input!r}",
-    "string_type": "must be a string, got {input!r}",
-    "bool_type": "must be true or false, got {input!r}",
-    "list_type": "must be a list, got {input!r}",
-    "dict_type": "must be a table, got {input!r}",
-    "model_type": "must be a table, got {input!r}",
-    "literal_error": "must be {expected}, got {input!r}",
-    "greater_than": "must be above {gt}, got {input!r}",
-    "greater_than_equal": "must be {ge} or more, got {input!r}",
-    "less_than": "must be below {lt}, got {input!r}",
-    "less_than_equal": "must be {le} at most, got {input!r}",
-    "too_short": "must have at least {min_length} values, got {input!r}",
-    "too_long": "must have at most {max_length} values, got {input!r}",
-    "value_error": "{error}",
-}
-
-
 def problem(
     kind: type[BaseModel], error: Mapping[str, Any], sections: Mapping[str, type[BaseModel]]
 ) -> tuple[Place, str]:
@@ -264,8 +244,10 @@ def problem(
         hint = f" (did you mean [{owner}] {path[-1]}?)" if owner else close(path[-1], known)
         table = f"[{'.'.join(map(str, path[:-1]))}]" if path[1:] else "the file"
         return path, f"unknown key {_name(path)!r}{hint}; the keys of {table} are {', '.join(known)}"
-    rule = _MUST.get(error["type"], "is wrong: " + error["msg"].replace("{", "{{").replace("}", "}}"))
-    return path, f"{_name(path)} {rule.format(input=error['input'], **error.get('ctx', {}))}"
+    if error["type"] == "value_error":  # a sentence of this module, with the value
+        return path, f"{_name(path)} {error['ctx']['error']}"
+    rule = re.sub(r"^\w+ should (.*?)( or instance of \w+)?$", r"must \1", error["msg"])  # "Input should be ..."
+    return path, f"{_name(path)} {rule}, got {error['input']!r}"
 
 
 def _name(path: Place) -> str:

@@ -65,7 +65,7 @@ class Spec(Section):
     ([0, 1, 2], {'members': 4, 'alpha': 2, 'gamma': 1, 'layers': None})
     >>> Spec.of(methods=["packed"], epochs=0)
     Traceback (most recent call last):
-    multitudes.study.sections.SpecError: training.epochs must be 1 or more, got 0
+    multitudes.study.sections.SpecError: training.epochs must be greater than or equal to 1, got 0
     """
 
     data: DataSection = DataSection()

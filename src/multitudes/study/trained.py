@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.core.devices import device_of
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import Predictor
 from multitudes.core.tasks.predictive import Predictive
@@ -24,13 +25,13 @@ from multitudes.evaluation.predict import predictions
 from multitudes.storage.exporting import input_names
 from multitudes.storage.onnx import Raw, write_onnx
 from multitudes.storage.save import load
+from multitudes.study.assignment import Batches, data_of, precision_on
 from multitudes.study.hub_models import is_hub
-from multitudes.study.job_data import ScaledBatches, data_of, device_of, precision_on
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
 from multitudes.study.store import Job, Run, write_atomically
 from multitudes.training.precision import check_precision
 
-__all__ = ["ExportInput", "Trained", "export", "export_inputs", "find_job", "mixed_precision", "tokenizer_path"]
+__all__ = ["Trained", "export", "export_inputs", "find_job", "mixed_precision", "tokenizer_path"]
 
 EXAMPLES = 64
 """How many test inputs the file is compared with torch on."""
@@ -93,7 +94,7 @@ class Trained:
         net, prepare = by or self.net, lambda x, _: self.data.preprocess(x)
         options = {} if seed is None else {"seed": seed}
         with mixed_precision(self.device, precision):
-            parts = predictions(net, ScaledBatches(self.data, x), progress, self.device, prepare, **options)
+            parts = predictions(net, Batches(self.data, x), progress, self.device, prepare, **options)
             return Predictive.concat(part.cpu() for part, _ in parts)
 
     @property
@@ -158,32 +159,21 @@ def find_job(path: str | Path) -> Job:
 # -- ONNX --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExportInput:
-    """An input of the file: its name there, its type, and what it holds."""
+def export_inputs(data: Data) -> dict[str, tuple[str, str]]:
+    """The inputs of a file for networks of these data, by name: their type, and what they hold.
 
-    name: str
-    type: str
-    holds: str
-
-
-def export_inputs(data: Data) -> list[ExportInput]:
-    """The inputs of a file for networks of these data: of a table one for each column, `[batch]`; pixels of images;
-    tokens of texts."""
+    They are the columns of a table, one by one, the pixels of images, or the tokens of texts.
+    """
     encoder = data.encoder
     if isinstance(encoder, TextEncoder):
-        return [ExportInput(TOKENS, "int32", f"[batch, {data.shape[0]}], and {PADDING} behind the end of a text")]
+        return {TOKENS: ("int32", f"[batch, {data.shape[0]}], and {PADDING} behind the end of a text")}
     if not isinstance(encoder, TableEncoder):
-        return [ExportInput(IMAGE, "uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")]
-    found = []
+        return {IMAGE: ("uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")}
+    date = "[batch], days since 1970-01-01 in UTC, NaN where it is missing"
+    kinds = {Category: ("string", "[batch], '' where it is missing"), Date: ("float64", date)}
+    number = "float64", "[batch], NaN where it is missing"
     names = input_names([feature.column for feature in encoder.features], data.network_task.outputs)
-    for name, feature in zip(names, encoder.features, strict=True):
-        if isinstance(feature, Category):
-            found.append(ExportInput(name, "string", "[batch], '' where it is missing"))
-        else:
-            what = ", days since 1970-01-01 in UTC" if isinstance(feature, Date) else ""
-            found.append(ExportInput(name, "float64", f"[batch]{what}, NaN where it is missing"))
-    return found
+    return {name: kinds.get(type(each), number) for name, each in zip(names, encoder.features, strict=True)}
 
 
 def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Path:
@@ -209,7 +199,7 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
     data, encoder = trained.data, trained.data.encoder
     about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
     about |= {"classes": list(data.classes), "calibrated": isinstance(trained.net, Calibrated)}
-    about["inputs"] = {each.name: {"type": each.type, "holds": each.holds} for each in export_inputs(data)}
+    about["inputs"] = {name: {"type": kind, "holds": holds} for name, (kind, holds) in export_inputs(data).items()}
     if isinstance(encoder, TextEncoder):
         return Raw({TOKENS: x}, lambda given: given[TOKENS], mean=data.target_mean, std=data.target_std, about=about)
     if not isinstance(encoder, TableEncoder):

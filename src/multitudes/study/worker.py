@@ -25,8 +25,7 @@ from multitudes.evaluation.scores import plain_number
 from multitudes.methods.registry import Recording
 from multitudes.storage.save import save
 from multitudes.study import costs
-from multitudes.study.assignment import Assignment
-from multitudes.study.job_data import HeldOut
+from multitudes.study.assignment import Assignment, Batches
 from multitudes.study.measuring import calibrated, measured
 from multitudes.study.store import Job
 from multitudes.training.checkpoint import saved_step
@@ -102,7 +101,7 @@ def _costs(job: Assignment, net: Multitude, single: Multitude, memory: list[int]
         {"parameters": costs.parameters(each), "multiply_adds": costs.multiply_adds(each, x), "peak_memory_bytes": peak}
         for each, peak in zip((net, single), memory, strict=True)
     )
-    return costs.with_ratios(own, base)
+    return own | {f"{name}_ratio": value / base[name] for name, value in own.items()}
 
 
 # -- training ----------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
         return net, history
     x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
     finished = job.method.finish(net, recorder, x, job.settings, job.seed)
-    train, held_out = (HeldOut(job.data, p.x, p.y, job.device) for p in (job.data.train, job.data.validation))
+    train, held_out = (Batches(job.data, p.x, p.y, 1024, job.device) for p in (job.data.train, job.data.validation))
     return job.prepared(job.method.after(finished, train, held_out, job.settings, job.seed)), history
 
 
