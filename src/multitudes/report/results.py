@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from multitudes import data as datasets
-from multitudes.core.archives import reading_arrays
+from multitudes.core.archives import ARRAYS, reading_tensors
 from multitudes.core.files import DamagedError
 from multitudes.report.chart import HIGHLIGHTED
 from multitudes.study.columns import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import TARGETS, Row
-from multitudes.study.store import WRITTEN_AGAIN, Run
+from multitudes.study.store import PREDICTIONS, WRITTEN_AGAIN, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
 
@@ -48,16 +48,16 @@ class Outcome:
         """Arrays of the predictions, such as `probs [N, C]`, half precision as float32; None where one is missing."""
         if not set(names) <= set(self.array_names()):
             return None
-        with reading_arrays(self.arrays, "a report") as arrays:
-            found = [torch.from_numpy(arrays[name]) for name in names]
+        with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):
+            found = [file.get_tensor(name).clone() for name in names]
         return tuple(each.float() if each.dtype == torch.float16 else each for each in found)
 
     def array_names(self) -> list[str]:
         """Of the predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
         if not self.arrays.is_file():
             return []
-        with reading_arrays(self.arrays, "a report") as arrays:
-            return list(arrays.files)
+        with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):
+            return list(file.keys())
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,7 @@ def read_results(directory: str | Path) -> Results:
     """Read a run directory; jobs that are missing or failed are listed as such."""
     run = Run(directory)
     outcomes = tuple(
-        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
-        for job in run.done
+        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done
     )
     if not outcomes:
         reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]
