@@ -90,8 +90,8 @@ def read_tensors(path: str | Path, entry: str, what: str) -> tuple[dict[str, Ten
 # -- names of several parts --------------------------------------------------------------------------------
 
 
-def grouped(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of several parts under names of their own, `part/name`.
+def grouped(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The tensors of several parts in one dict, under `part/name`.
 
     >>> import torch
     >>> grouped({"net": {"weight": torch.ones(())}})

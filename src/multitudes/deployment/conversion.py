@@ -27,6 +27,7 @@ from multitudes.deployment.onnx_engine import OnnxRuntime
 from multitudes.deployment.preparing import check_repeats, prepared
 from multitudes.deployment.quality import check_quality
 from multitudes.evaluation.calibrate import Calibrated
+from multitudes.storage.exporting import check_example
 
 __all__ = ["deploy"]
 
@@ -79,7 +80,8 @@ def deploy(
     if not isinstance(batch_sizes, Iterable) or isinstance(batch_sizes, str):
         raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
     sizes = [check_count("batch_sizes", size) for size in batch_sizes]
-    example = _example(example, device)
+    check_example(example)
+    example = mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
     _check_targets(targets, dtype, example)
     was = copied(multitude).eval()
     by_formula = was.without_draws(was.draws) if stochastic_layers(was.network) else None
@@ -119,13 +121,6 @@ def deploy(
 def _held(device: torch.device) -> int:
     """Bytes of a GPU that tensors hold."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _example(example: Input, device: torch.device) -> Input:
-    tensors = tensors_in(example)
-    if not tensors or not tensors[0].dim() or not len(tensors[0]):
-        raise ValueError("example must be one batch of inputs, of one input at least")
-    return mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
 
 
 def _check_targets(targets: Tensor | None, dtype: torch.dtype | None, example: Input) -> None:

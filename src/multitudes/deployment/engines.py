@@ -103,7 +103,9 @@ class Plain:
 
     def prepared(self, x: Input) -> Input:
         """An input in the dtype of the weights."""
-        return x if self.autocast or self.dtype is None else in_dtype(x, self.dtype)
+        if self.autocast or self.dtype is None:
+            return x
+        return mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, x)
 
     def told(self) -> list[tuple[str, str]]:
         return [("run by", "torch, as it is" + (", with autocast" if self.autocast else ""))]
@@ -178,11 +180,6 @@ def _laid_out(net: Multitude) -> Multitude:
     on_gpu = any(parameter.is_cuda for parameter in net.parameters())
     images = any(isinstance(module, nn.Conv2d) for module in net.network.modules())
     return net.to(memory_format=torch.channels_last) if on_gpu and images else net  # type: ignore[call-overload]
-
-
-def in_dtype(x: Input, dtype: torch.dtype) -> Input:
-    """An input whose floating-point tensors have a dtype."""
-    return mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
 
 
 def distance(got: Tensor, want: Tensor) -> float:

@@ -38,21 +38,16 @@ class RowBatches:
 
     def __init__(self, rows: TensorDataset, size: int, seed: int, streams: int = 1) -> None:
         self.rows, self.size, self.seed, self.streams = rows, min(size, len(rows)), seed, streams
-        self.epoch, self._first = 0, 0
+        self.epoch = 0
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.rows), self.size)
         return whole + (rest > 1)
 
-    def start(self, epoch: int, batch: int = 0) -> None:
-        """Begin the next iteration with this batch of this epoch."""
-        self.epoch, self._first = epoch, batch
-
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        first, self._first = self._first, 0
         generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
         order = torch.stack([torch.randperm(len(self.rows), generator=generator) for _ in range(self.streams)])
-        for rows in order.split(self.size, 1)[first : len(self)]:
+        for rows in order.split(self.size, 1)[: len(self)]:
             yield self.rows[rows.flatten().to(self.rows.tensors[0].device)]
         self.epoch += 1
 

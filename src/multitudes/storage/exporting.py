@@ -32,12 +32,13 @@ from multitudes.storage.rewriting import REWRITTEN
 
 __all__ = [
     "Apart",
+    "check_example",
+    "check_packages",
     "export",
     "input_names",
     "keep_numbers",
     "members_apart",
     "opened",
-    "operators",
     "reason",
     "take_texts",
     "tensor_names",
@@ -71,6 +72,19 @@ class Apart(nn.Module):
         if isinstance(self.net, SharedMembers):  # as one batch, whatever its size
             return call(self.net.network, tile(x, self.net.members)).unflatten(0, (self.net.members, -1))
         return self.net(x) if isinstance(self.net, Multitude) else call(self.net, x).unsqueeze(0)
+
+
+def check_example(example: Input) -> None:
+    """Raise a ValueError where an example is no batch of inputs."""
+    tensors = tensors_in(example)
+    if not tensors or not tensors[0].dim() or not len(tensors[0]):
+        raise ValueError("example must be one batch of inputs, of one input at least")
+
+
+def check_packages(what: str) -> None:
+    """Raise an ImportError where a package is missing that `what` needs to write and run ONNX files."""
+    for module in ("onnxruntime", "onnx", "onnxscript"):
+        needed(module, "onnx", what)
 
 
 def keep_numbers(module: nn.Module, *tensors: Tensor) -> None:
@@ -227,12 +241,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def operators(path: Path) -> set[str]:
-    """The names of a file's operators."""
-    model = importlib.import_module("onnx").load(path)
-    return {node.op_type for node in model.graph.node} | {node.op_type for f in model.functions for node in f.node}
 
 
 # -- running it --------------------------------------------------------------------------------------------

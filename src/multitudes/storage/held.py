@@ -45,8 +45,6 @@ def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
         if key in vars(module):
             _put_back(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
-        if key in FLAT_WEIGHTS:  # of files from before these were left out
-            continue
         got = described(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"

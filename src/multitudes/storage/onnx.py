@@ -23,6 +23,8 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.exporting import (
     Apart,
+    check_example,
+    check_packages,
     export,
     keep_numbers,
     members_apart,
@@ -112,10 +114,8 @@ def write_onnx(
             )
         net = Multitude(net)
     check_number("tolerance", tolerance, 0, above=True)
-    if not tensors_in(example) or tensors_in(example)[0].dim() == 0 or len(tensors_in(example)[0]) == 0:
-        raise ValueError("example must be one batch of inputs, of one input at least")
-    for module in ("onnxruntime", "onnx", "onnxscript"):
-        needed(module, "onnx", "to_onnx")
+    check_example(example)
+    check_packages("to_onnx")
     example = moved(example, "cpu")
     frozen = freeze(members_apart(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():

@@ -185,16 +185,16 @@ def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
 
 
 def _std_mean(
-    x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    x: Tensor,
+    dim: list[int] | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of which the exporter makes an error in a program whose functions have been replaced."""
-    return torch.std(x, dim, correction=1 if correction is None else correction, keepdim=keepdim), x.mean(dim, keepdim)
-
-
-def _std_mean_of(
-    x: Tensor, dim: list[int] | None, unbiased: bool = True, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _std_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
+    """Two functions, since the exporter fails on the one in a program whose functions have been replaced."""
+    correction = int(unbiased) if correction is None else correction
+    return torch.std(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim)
 
 
 def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
@@ -234,9 +234,8 @@ REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.special_log_ndtr.default: _refused("torch.special.log_ndtr"),
     aten.special_erfcx.default: _refused("torch.special.erfcx"),
     aten.rrelu.default: _rrelu,
-    aten.std_mean.correction: _std_mean,
-    aten.std_mean.dim: _std_mean_of,
-    aten.std_mean.default: lambda x, unbiased=True: _std_mean_of(x, None, unbiased),
+    **dict.fromkeys((aten.std_mean.correction, aten.std_mean.dim), _std_mean),
+    aten.std_mean.default: lambda x, unbiased=True: _std_mean(x, None, unbiased),
     aten.cdist.default: _cdist,
     aten.scaled_dot_product_attention.default: _attention,
 }

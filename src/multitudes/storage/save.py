@@ -140,11 +140,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 Form = dict[str, Any]
 """How a tensor was taken apart: its layout, its shape, and whether its numbers are complex."""
 
-_PARTS: dict[str, tuple[str, ...]] = {
-    "sparse_coo": ("indices", "values"),
-    "sparse_csr": ("crow_indices", "col_indices", "values"),
-    "sparse_csc": ("ccol_indices", "row_indices", "values"),
-}
+_SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 
 
 def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Form]]:
@@ -154,24 +150,19 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu()
         layout = str(tensor.layout).removeprefix("torch.")
-        if tensor.is_quantized or (layout != "strided" and layout not in _PARTS):
+        if tensor.is_quantized or (layout != "strided" and layout not in _SPARSE):
             kind = "quantized" if tensor.is_quantized else layout
             raise ValueError(f"tensor {name!r} is {kind}, which a file cannot hold")
         if layout == "strided" and not tensor.is_complex():
             parts[name] = tensor.contiguous().clone()
             continue
         forms[name] = {"layout": layout, "shape": list(tensor.shape), "complex": tensor.is_complex()}
-        if layout == "strided":
-            parts[f"{name}#values"] = _real(tensor)
-            continue
-        tensor = tensor.coalesce() if layout == "sparse_coo" else tensor
-        parts |= {f"{name}#{part}": _real(getattr(tensor, part)()) for part in _PARTS[layout]}
+        if layout != "strided":
+            tensor = tensor.to_sparse_coo().coalesce()
+            parts[f"{name}#indices"], tensor = tensor.indices(), tensor.values()
+        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        parts[f"{name}#values"] = tensor.contiguous().clone()
     return parts, forms
-
-
-def _real(tensor: Tensor) -> Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.contiguous().clone()
 
 
 def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
@@ -187,15 +178,9 @@ def _whole(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, 
     for name, form in forms.items():
         values = parts[f"{name}#values"]
         values = torch.view_as_complex(values) if form["complex"] else values
-        if form["layout"] == "strided":
-            tensors[name] = values
-        elif form["layout"] == "sparse_coo":
-            indices = parts[f"{name}#indices"]
-            tensors[name] = torch.sparse_coo_tensor(
-                indices, values, form["shape"], is_coalesced=True, check_invariants=True
-            )
-        else:
-            inner, outer = (parts[f"{name}#{part}"] for part in _PARTS[form["layout"]][:-1])
-            make: Any = torch.sparse_csr_tensor if form["layout"] == "sparse_csr" else torch.sparse_csc_tensor
-            tensors[name] = make(inner, outer, values, form["shape"], check_invariants=True)
+        if form["layout"] != "strided":
+            indices, shape = parts[f"{name}#indices"], form["shape"]
+            values = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
+            values = values if form["layout"] == "sparse_coo" else values.to_sparse(layout=_SPARSE[form["layout"]])
+        tensors[name] = values
     return tensors

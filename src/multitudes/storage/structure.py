@@ -253,7 +253,7 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
     notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
     at: dict[str, list[Node]] = {}
     for node in nodes:
-        at.setdefault(str(node.get("place", node["path"])), []).append(node)
+        at.setdefault(str(node["place"]), []).append(node)
     for place, those in at.items():
         if place not in there and any(map(_has_weights, those)):
             raise ValueError(
@@ -318,7 +318,7 @@ def _copies(
     """
     memo: dict[int, Any] = {}
     for number in numbers:
-        counterpart = there.get(nodes[number]["place"]) if "place" in nodes[number] else None
+        counterpart = there.get(nodes[number]["place"])
         if number in bare and counterpart is not None and "shares" not in nodes[number]:
             memo.setdefault(id(counterpart), bare[number])
     own = {number: there[nodes[number]["origin"]] for number in numbers if "origin" in nodes[number]}
