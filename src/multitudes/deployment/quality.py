@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributions import Normal, kl_divergence
 
 from multitudes import metrics
 from multitudes.core.tasks.predictive import Predictive
@@ -77,6 +78,5 @@ def _outputs(p: Predictive) -> Tensor:
 def _divergence(got: Predictive, want: Predictive) -> Tensor:
     """The mean divergence of each output's Gaussians, member by member, which those of the mixtures do not exceed."""
     (mean, variance), (right, own) = (each.member_means_and_variances for each in (got, want))
-    variance, own = variance.double(), own.double()
-    each = ((variance / own).log() + (own + (mean - right).double().square()) / variance - 1) / 2
+    each = kl_divergence(Normal(right.double(), own.double().sqrt()), Normal(mean.double(), variance.double().sqrt()))
     return each.reshape(each.shape[0] * each.shape[1], -1).mean(0)

@@ -183,10 +183,10 @@ class MultitudeEstimator(BaseEstimator):
         self.model_: Learned = learned
 
     def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:
-        """Networks trained one after the other, or those of folds side by side, each with one thread."""
+        """Networks trained one after the other, or those of folds side by side."""
         count = self._count()
         if count is not None and count > 1 and len(jobs) > 1:
-            return list(Parallel(n_jobs=count)(delayed(_alone)(job) for job in jobs))
+            return list(Parallel(n_jobs=count)(delayed(trained)(*job) for job in jobs))
         with threads(count):
             return [trained(*job) for job in jobs]
 
@@ -239,8 +239,3 @@ def _apart(every: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     kept = torch.ones(len(every), dtype=torch.bool)
     kept[held] = False
     return every[kept], held
-
-
-def _alone(job: Job) -> tuple[Multitude, list[Epoch]]:
-    with threads(1):
-        return trained(*job)

@@ -144,7 +144,7 @@ _SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "spar
 
 
 def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Form]]:
-    """The tensors as real and dense ones on the CPU, each in memory of its own, and the forms of those taken apart."""
+    """The tensors as real and dense ones on the CPU, and the forms of those taken apart."""
     parts: dict[str, Tensor] = {}
     forms: dict[str, Form] = {}
     for name, tensor in tensors.items():
@@ -154,14 +154,14 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
             kind = "quantized" if tensor.is_quantized else layout
             raise ValueError(f"tensor {name!r} is {kind}, which a file cannot hold")
         if layout == "strided" and not tensor.is_complex():
-            parts[name] = tensor.contiguous().clone()
+            parts[name] = tensor
             continue
         forms[name] = {"layout": layout, "shape": list(tensor.shape), "complex": tensor.is_complex()}
         if layout != "strided":
             tensor = tensor.to_sparse_coo().coalesce()
             parts[f"{name}#indices"], tensor = tensor.indices(), tensor.values()
         tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        parts[f"{name}#values"] = tensor.contiguous().clone()
+        parts[f"{name}#values"] = tensor
     return parts, forms
 
 
