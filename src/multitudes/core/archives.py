@@ -61,23 +61,16 @@ def reading_tensors(path: str | Path, entry: str, what: str) -> Iterator[tuple[A
     """
     needed("safetensors.torch", "safetensors", what)
     files = needed("safetensors", "safetensors", what)
-    try:
-        check_seal(path)
-        sealed: DamagedError | None = None
-    except DamagedError as error:
-        sealed = error
+    check_seal(path)
     try:
         with files.safe_open(path, framework="pt") as file:
-            metadata = (file.metadata() or {}).get(entry)
-            about = None if metadata is None else json.loads(metadata)
+            about = json.loads((file.metadata() or {}).get(entry, "null"))
             if not isinstance(about, dict):
                 raise DamagedError(path, f"its header has no table {entry!r}")
-            if sealed is not None:
-                raise sealed
             about.pop("sha256", None)
             yield file, about
     except (files.SafetensorError, OSError, json.JSONDecodeError, RecursionError) as error:
-        raise sealed or DamagedError(path, str(error).splitlines()[0]) from error
+        raise DamagedError(path, str(error).splitlines()[0]) from error
 
 
 def read_tensors(path: str | Path, entry: str, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -112,7 +105,7 @@ _READING = (
     OSError, EOFError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, MemoryError, RuntimeError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What NumPy raises for archives that are not whole, or not what they should be."""
+"""Errors of NumPy for archives that are not whole, or not what they should be."""
 
 
 def read_archive(path: str | Path, most: float) -> dict[str, Any]:

@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 UNFINISHED = ".unfinished"
-"""How the names of files end that are being written, or that a killed process has left."""
+"""Suffix of files that are being written, or that a killed process has left."""
 BLANK = "0" * 64
-"""What a file holds after the word sha256 until it is sealed."""
+"""Placeholder of the seal until a file is sealed."""
 
 NAME = "file_name"
 """The key of a JSON file that holds its name, so that one in another's place is noticed."""
@@ -196,7 +196,7 @@ def _checked(file: IO[bytes], path: Path) -> str:
 
 
 def _place(file: IO[bytes]) -> int | None:
-    """Where the seal of a file is; None where it has none."""
+    """Return where the seal of a file is; None where it has none."""
     file.seek(0)
     found = _MARK.search(file.read(_HEAD))
     return None if found is None else found.start(1)

@@ -35,7 +35,7 @@ LONG_ENOUGH = 0.02
 """Seconds over which calls are timed."""
 
 CLEARLY = 0.95
-"""What is faster takes this share of the time at most; what is closer may be chance."""
+"""A faster engine takes this share of the time at most; a smaller gain may be chance."""
 
 INT8 = 0.5
 """How far predictions in 8 bits may be off for any input; what they have lost is measured by `check_quality`."""
@@ -154,7 +154,7 @@ def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch
 
 
 def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:
-    """What runs a network without CUDA graphs: ONNX Runtime or torch, or torch as it was, whichever is the fastest."""
+    """Choose the fastest engine without CUDA graphs: ONNX Runtime, torch, or torch with the network as it was."""
     own = Plain(quick, plain.dtype, example)
     if reference.options or plain.dtype is not None or plain.device.type != "cpu":
         return Proven(own, plain, reference)

@@ -48,7 +48,7 @@ def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> li
 
 
 def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
-    """Of the output that has lost the most, as a share of its own deviation; and what the likelihood has lost."""
+    """Losses of the worst output, as a share of its own deviation, and of the likelihood."""
     one, other = _outputs(got), _outputs(want)
     spread = other.std(0).maximum(0.01 * other.abs().mean(0)).clamp(min=1e-12)
     quantiles = want.quantiles is not None
@@ -70,7 +70,7 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
 
 
 def _outputs(p: Predictive) -> Tensor:
-    """What the members predict in the mean, `[B, D]`: each quantile, or each output's mean."""
+    """The mean prediction of the members, `[B, D]`: each quantile, or each output's mean."""
     values = p.predictions.float().mean(0) if p.quantiles is not None else p.mean
     return values.double().reshape(len(values), -1)
 

@@ -111,11 +111,11 @@ def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
 
 
 def _normal_reach() -> Tensor:
-    """How many deviations the intervals of a Gaussian reach to either side, for all levels: `[L]`."""
+    """Return how many deviations the intervals of a Gaussian reach to either side, for all levels: `[L]`."""
     return torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
 
 
 def _coverage_width(mean: Tensor, std: Tensor, target: Tensor, reach: Tensor) -> Tensor:
-    """Of intervals that reach so many `[L]` of the predicted deviations `[N]` from the mean `[N]`: `[2, L]`."""
+    """Coverage and width of intervals that reach `[L]` deviations `[N]` to either side of the mean `[N]`: `[2, L]`."""
     inside = ((target - mean).abs().double() <= reach[:, None] * std.double()).double().mean(1)
     return torch.stack([inside, 2 * reach * std.double().mean()])

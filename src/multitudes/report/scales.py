@@ -11,7 +11,7 @@ __all__ = ["Axis", "Scale", "fitted", "round_ticks"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows."""
+    """An axis: its title, its ends and its ticks."""
 
     title: str = ""
     percent: bool = False
@@ -46,7 +46,7 @@ class Scale:
         return math.log(value) if self.axis.log else value
 
     def holds(self, value: float) -> bool:
-        """Whether the axis has a place for a value."""
+        """Return whether the axis has a place for a value."""
         room = 1e-9 * (self.high - self.low)
         return math.isfinite(value) and self.low - room <= value <= self.high + room
 
@@ -60,7 +60,7 @@ class Scale:
         return kept
 
     def _values(self) -> tuple[list[float], int | None]:
-        """Where there may be ticks, and their decimal places; None for as many as each needs."""
+        """Return where there may be ticks, and their decimal places; None for as many as each needs."""
         if self.axis.bare or self.axis.ticks:
             return [value for value in self.axis.ticks if self.holds(value)], None
         unit = 100 if self.axis.percent else 1

@@ -1,4 +1,4 @@
-"""What both estimators share: reading a table, training on it, and what is told of the predictions."""
+"""The base of both estimators: reading a table, training on it, and reading the predictions."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Table:
 
 
 def _prepared(table: Table, y: Tensor, rows: Tensor, outputs: int) -> Learned:
-    """How rows become inputs and targets, fitted to these."""
+    """Fit the preprocessing of inputs and targets to these rows."""
     encoder = fitted_encoder(table.columns, rows, table.read_as, table.numbers)
     x = encoded(encoder, table.columns)[rows]
     preprocessing = Preprocessing.fitted(x, [number for each in encoder.features for number in each.numeric])

@@ -29,7 +29,7 @@ __all__ = ["load", "save"]
 
 ENTRY, FORMAT = "multitudes.sklearn", 1
 OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
-"""What an estimator has learned beside its model."""
+"""Fitted attributes beside the model."""
 
 
 # -- saving ------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def _params(estimator: Any) -> dict[str, Any]:
 
 
 def _learned(name: str, value: Any) -> Any:
-    """What was learned, for JSON."""
+    """A fitted attribute as JSON has it."""
     if name == "history_":
         return [[asdict(epoch) for epoch in epochs] for epochs in value]
     if isinstance(value, np.ndarray):

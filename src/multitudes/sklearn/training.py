@@ -74,7 +74,7 @@ def made(module: Any, inputs: int, outputs: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is built and trained: `given` are the arguments of an estimator, checked."""
+    """Settings by which a network is built and trained: `given` are the arguments of an estimator, checked."""
 
     method: Method
     settings: Mapping[str, Any]

@@ -223,7 +223,7 @@ def _refusal(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What was the first to go wrong, in one line."""
+    """The first cause of an error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

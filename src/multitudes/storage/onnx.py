@@ -72,7 +72,7 @@ def to_onnx(
 
 @dataclass(frozen=True)
 class Raw:
-    """What a file takes in place of the network's input, and the units in which it answers.
+    """Raw inputs that a file takes in place of the network's own, and the units in which it answers.
 
     `example` is one batch of its inputs by name, of which `prepare` makes the input of the network. Of those in
     `texts`, which are numbers to torch, the file takes texts: `texts[name]` has the number of each, and under None that
@@ -171,7 +171,7 @@ class _Answers(nn.Module):
         return values * self.raw.std + (self.raw.mean if name in VALUES else 0.0)
 
     def difference(self, name: str, got: Tensor, want: Tensor) -> Tensor:
-        """How much an output differs, in the units of the network, relative to values above 1."""
+        """Return how much an output differs, in the units of the network, relative to values above 1."""
         if self.raw is None or self.classes:
             return (got - want).abs() / want.abs().clamp(min=1)
         rounded = 4 * torch.finfo(torch.float32).eps * want.abs()

@@ -55,7 +55,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
 
 
 def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a file holds of a multitude: its structure in plain values, and its tensors by name."""
+    """Take a multitude apart: its structure in plain values, and its tensors by name."""
     header: dict[str, Any] = {}
     fitted: dict[str, Tensor] = {}
     if isinstance(net, Calibrated):
@@ -128,7 +128,7 @@ def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Where a file can be written, before any work is done for it."""
+    """Check that a file can be written at a path, before any work is done for it."""
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
@@ -138,7 +138,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 # -- tensors of every kind as plain ones -------------------------------------------------------------------
 
 Form = dict[str, Any]
-"""How a tensor was taken apart: its layout, its shape, and whether its numbers are complex."""
+"""Form of a tensor that was taken apart: its layout, its shape, and whether its numbers are complex."""
 
 _SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 

@@ -25,11 +25,11 @@ __all__ = ["Checkpoint", "TrainingState", "random_state", "saved_step", "set_ran
 
 Tensors = dict[str, Tensor]
 WITHIN = 30
-"""How many times longer than at its end it takes within an epoch until a checkpoint is due."""
+"""Factor by which a checkpoint within an epoch is due later than at its end."""
 ENTRY = "training"
 """The entry of the file's header that holds all but the tensors."""
 OF_TENSORS = ("epoch_random", "best", "average")
-"""What of a `TrainingState` is tensors by name."""
+"""Fields of a `TrainingState` that are tensors by name."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Checkpoint:
     every: float
     """The seconds from one writing to the end of an epoch after which it is written again."""
     of: str = ""
-    """What is trained, where tensors and settings alone would not tell it from others."""
+    """A name for what is trained, where tensors and settings alone would not tell it from others."""
 
     def __post_init__(self) -> None:
         needed("safetensors.torch", "safetensors", "checkpoint=")
@@ -89,7 +89,7 @@ class Checkpoint:
         self.written, self.cost = time.monotonic(), 0.0
 
     def due(self, epoch_ended: bool) -> bool:
-        """Whether it is time to write: sooner at the end of an epoch, and for at most 5 % of the time."""
+        """Return whether it is time to write: sooner at the end of an epoch, and for at most 5 % of the time."""
         wait = self.every if epoch_ended else WITHIN * self.every
         return time.monotonic() - self.written >= max(wait, 20 * self.cost)
 
@@ -136,7 +136,7 @@ class Checkpoint:
 
 
 def saved_step(path: Path, of: str = "") -> int | None:
-    """How many steps the training in a file has made; None where there is no file."""
+    """Return how many steps the training in a file has made; None where there is no file."""
     return int(_read(path, of)[1]["state"]["step"]) if path.exists() else None
 
 

@@ -118,7 +118,7 @@ def _is_weight(number: Any) -> bool:
 
 
 def _targets(data: Any, task: Task) -> Tensor:
-    """How often each class is a target, in one pass over the data."""
+    """Return how often each class is a target, in one pass over the data."""
     if isinstance(data, Iterator):
         raise ValueError(
             f"class_weight='balanced' counts the classes before the training, and data is a {type(data).__name__} that "

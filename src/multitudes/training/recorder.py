@@ -78,7 +78,7 @@ class Moments:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is averaged: numbers that can move, which sparse ones, fixed graphs as a rule, are not."""
+    """Return whether a tensor is averaged: real or complex numbers, not sparse, since sparse ones are fixed graphs."""
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout == torch.strided
 
 
@@ -170,7 +170,7 @@ class Recorder:
 
     @property
     def count(self) -> int:
-        """How many checkpoints have been recorded, kept or not."""
+        """Return how many checkpoints have been recorded, kept or not."""
         return self.before.count + len(self._kept)
 
     @property
@@ -247,7 +247,7 @@ class _Disk:
         return {int(number): path for number, path in numbers.items() if number.isdecimal()}
 
     def check(self, kept: Mapping[int, Path], before: int) -> None:
-        """That checkpoints are whole, of this recording, and all there from the one after the first `before` on."""
+        """Check that checkpoints are whole, of this recording, and complete after the first `before`."""
         for expected, (number, path) in enumerate(kept.items(), before + 1):
             if number != expected:
                 raise DamagedError(path.with_name(_name(expected)), "it is missing")
