@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
+from multitudes.core.calling import Input, plain_attention, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.trace import recording
@@ -20,19 +20,6 @@ from multitudes.deployment.engines import Plain, signature, unusual
 from multitudes.storage.exporting import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
 
 __all__ = ["OnnxRuntime"]
-
-
-class _Raw(nn.Module):
-    """A multitude as a function of the tensors that it is called with."""
-
-    def __init__(self, net: Multitude, example: Input) -> None:
-        super().__init__()
-        self.network = Apart(net)
-        self.example = example
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        return self.network(mapped(lambda _: next(given), self.example))
 
 
 UNLIKE = {"TopK", "NonZero"}
@@ -55,8 +42,8 @@ class OnnxRuntime:
             raise ValueError("the example holds more than tensors and plain values")
         self.names = tensor_names(example, ["predictions"])
         with tempfile.TemporaryDirectory() as folder, plain_attention():
-            path, raw = Path(folder) / "network.onnx", _Raw(copied(net), example)
-            keep_numbers(raw, *tensors_in(example))
+            path, raw = Path(folder) / "network.onnx", Apart(copied(net))
+            keep_numbers(raw, example)
             export(raw, example, path, inputs=self.names, outputs=["predictions"], about={})
             model = importlib.import_module("onnx").load(path)
             if found := UNLIKE & {node.op_type for part in (model.graph, *model.functions) for node in part.node}:

@@ -92,7 +92,8 @@ class Recipe:
             try:
                 shape = list(call(network, example).shape)
             except RuntimeError as error:
-                raise ValueError(f"module must take rows of {inputs} features, got: {_first_line(error)}") from error
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"module must take rows of {inputs} features, got: {reason}") from error
         if shape != [len(example), self.outputs]:
             raise ValueError(f"module must give {self.outputs} outputs for each row, got predictions of shape {shape}")
         return self.prepared(self.method.build(network, example, self.settings, seed))
@@ -109,10 +110,6 @@ class Recipe:
         """How so many rows are trained on: as studies do it, but for what was given."""
         own = {name: self.given[name] for name in ("epochs", "lr", "weight_decay", "batch_size")}
         return {**table_training(rows), **{name: value for name, value in own.items() if value not in (None, "auto")}}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def trained(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.calling import Input, call, mapped, tensors_in, tile
 from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.draws.frozen import Frozen
@@ -87,12 +87,12 @@ def check_packages(what: str) -> None:
         needed(module, "onnx", what)
 
 
-def keep_numbers(module: nn.Module, *tensors: Tensor) -> None:
+def keep_numbers(module: nn.Module, example: Input) -> None:
     """Run a module once, from when on the numbers of its frozen layers are constants."""
     for each in module.modules():
         if isinstance(each, Frozen):
             each.kept = []
-    module(*tensors)
+    module(example)
 
 
 def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
@@ -123,6 +123,18 @@ def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
 # -- the exporter ------------------------------------------------------------------------------------------
 
 
+class _OfTensors(nn.Module):
+    """A module as a function of the tensors in its input."""
+
+    def __init__(self, module: nn.Module, example: Input) -> None:
+        super().__init__()
+        self.module, self.example = module, example
+
+    def forward(self, *tensors: Tensor) -> Any:
+        given = iter(tensors)
+        return self.module(mapped(lambda _: next(given), self.example))
+
+
 def export(
     module: nn.Module,
     example: Input,
@@ -132,7 +144,7 @@ def export(
     outputs: Sequence[str],
     about: Mapping[str, Any],
 ) -> None:
-    """Write a module of the tensors in `example`, its `forward(*tensors)`, for batches of any size, as one file."""
+    """Write a module of inputs like `example`, for batches of any size, as one file."""
     given = tensors_in(example)
     batched = [tensor.shape[:1] == given[0].shape[:1] for tensor in given]
     # Of a batch of one, torch takes the one for a constant.
@@ -141,7 +153,9 @@ def export(
     try:
         with _quiet():
             # By torch.export itself: the exporter would go on to ways that take a branch for the only one.
-            traced = torch.export.export(module, tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False)
+            traced = torch.export.export(
+                _OfTensors(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
+            )
             program = torch.onnx.export(
                 traced.run_decompositions(REWRITTEN),
                 dynamo=True,

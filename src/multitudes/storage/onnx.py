@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, mapped, moved, plain_attention, rows, tensors_in, tile
+from multitudes.core.calling import Input, moved, plain_attention, rows, tensors_in, tile
 from multitudes.core.checks import check_number, needed
 from multitudes.core.copying import copied
 from multitudes.core.files import replacing
@@ -133,8 +133,7 @@ def write_onnx(
 
 
 class _Answers(nn.Module):
-    """A deterministic multitude with the file's outputs; its inputs are the tensors that a network is called with, or
-    raw ones."""
+    """A deterministic multitude with the file's outputs; its input is that of the network, or a raw one."""
 
     def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
         super().__init__()
@@ -146,11 +145,9 @@ class _Answers(nn.Module):
         read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
         self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
         self.classes, self.outputs = read.reading.classes, read.reading.outputs
-        keep_numbers(self, *tensors_in(self.example))
+        keep_numbers(self, self.example)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        own = iter(tensors)
-        given: Any = mapped(lambda _: next(own), self.example)
+    def forward(self, given: Any) -> tuple[Tensor, ...]:
         predictive = Predictive(self.network(given if self.raw is None else self.raw.prepare(given)), **self.reading)
         if self.calibration is not None:
             predictive = self.calibration(predictive)
@@ -188,7 +185,7 @@ class _Answers(nn.Module):
 
 def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
     tensors = tensors_in(x)
-    want = dict(zip(answers.outputs, answers(*tensors), strict=True))
+    want = dict(zip(answers.outputs, answers(x), strict=True))
     names = list(answers.example) if answers.raw else answers.inputs()
     own = [answers.raw.written(name, x) if answers.raw else x.numpy() for name, x in zip(names, tensors, strict=True)]
     feed = dict(zip(answers.inputs(), own, strict=True))

@@ -167,20 +167,18 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
     """The tensors that `plain_parts` took apart, and all others as they are; an error where parts do not fit."""
-    try:
-        return _whole(parts, forms)
-    except RuntimeError as error:
-        raise ValueError(f"the file is damaged: the parts of a tensor do not fit together ({error})") from error
-
-
-def _whole(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in parts.items() if name.rpartition("#")[0] not in forms}
     for name, form in forms.items():
         values = parts[f"{name}#values"]
-        values = torch.view_as_complex(values) if form["complex"] else values
-        if form["layout"] != "strided":
-            indices, shape = parts[f"{name}#indices"], form["shape"]
-            values = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
-            values = values if form["layout"] == "sparse_coo" else values.to_sparse(layout=_SPARSE[form["layout"]])
+        try:
+            values = torch.view_as_complex(values) if form["complex"] else values
+            if form["layout"] != "strided":
+                indices, shape = parts[f"{name}#indices"], form["shape"]
+                values = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
+                values = values if form["layout"] == "sparse_coo" else values.to_sparse(layout=_SPARSE[form["layout"]])
+        except RuntimeError as error:
+            raise ValueError(
+                f"the file is damaged: the parts of tensor {name!r} do not fit together ({error})"
+            ) from error
         tensors[name] = values
     return tensors
