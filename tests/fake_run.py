@@ -29,7 +29,7 @@ from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.report import Results
 from multitudes.report.chart import Series, View
 from multitudes.study.baselines import measure_baselines
-from multitudes.study.store import Run
+from multitudes.study.store import Job, Run
 from multitudes.study.toml import to_toml
 
 
@@ -109,7 +109,7 @@ def write_run(
                 continue
             make = _classification if used.task == "classification" else _regression
             arrays, scores, sizes = make(fake, used, np.random.default_rng([number, seed]))
-            write_arrays(job.directory / "predictions.npz", arrays)
+            write_arrays(job.directory / "predictions.safetensors", arrays)
             job.write_metrics({"scores": scores, "by_size": sizes, "costs": _costs(fake), **PROVENANCE})
     run.write_table("costs.json", _times(chosen), run.timed)
     run.write_table("baselines.json", measure_baselines(used), used.fingerprint)
@@ -319,4 +319,4 @@ def series(views: list[View], results: Results, view: int = 0) -> dict[str, Seri
 
 def kept(run: Path, method: str, seed: int, name: str = "metrics.json") -> Any:
     path = run / "jobs" / f"{method}-{seed}" / name
-    return json.loads(path.read_text()) if name.endswith("json") else dict(np.load(path))
+    return json.loads(path.read_text()) if name.endswith("json") else Job(path.parent).predictions

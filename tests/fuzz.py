@@ -29,7 +29,7 @@ from PIL import Image
 from torch import nn
 
 import multitudes as mt
-from multitudes.core.archives import read_tensors, reading_arrays, write_arrays, write_tensors
+from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.data import Data, Part, load, save
 from multitudes.data.new_inputs import read_inputs
 from multitudes.study.spec import Spec
@@ -316,14 +316,13 @@ class Prepared:
         if dice.random() < 0.3:
             path.write_bytes(mutated(path.read_bytes(), dice))
             return path
-        with reading_arrays(path) as found:
-            arrays = dict(found)
-        about = changed(json.loads(arrays["about"].tobytes()), dice)
-        arrays["about"] = np.frombuffer(json.dumps(about).encode(), "uint8")
+        tensors, about = read_tensors(path, "data", "a test")
+        about = changed(about, dice)
         if dice.random() < 0.3:
-            name = dice.choice(list(arrays))
-            arrays[name] = arrays[name][: dice.randrange(3)].astype(dice.choice(("u1", "i8", "f4", "f8")))
-        return write_arrays(path, arrays)
+            name = dice.choice(list(tensors))
+            kind = dice.choice((torch.uint8, torch.int64, torch.float32, torch.float64))
+            tensors[name] = tensors[name][: dice.randrange(3)].to(kind)
+        return write_tensors(path, tensors, "data", about if isinstance(about, dict) else {}, "a test")
 
     def read(self, path: Path, dice: Dice) -> None:
         load(path)

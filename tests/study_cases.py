@@ -48,7 +48,7 @@ if how == "hangs":
     time.sleep(60)
 seen = (directory / config["data"]["file"]).read_bytes() + json.dumps({**config, "device": None}).encode()
 value = zlib.crc32(seen)  # what it writes depends on its configuration and its data alone
-(directory / "predictions.npz").write_bytes(str(value).encode() * 1000)
+(directory / "predictions.safetensors").write_bytes(str(value).encode() * 1000)
 scores = {"nll": {"value": value, "count": 1}, "threads": {"value": int(os.environ["OMP_NUM_THREADS"]), "count": 1}}
 text = json.dumps({"sha256": "0" * 64, "files": {}, "scores": scores, "costs": {}})
 text = text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1)  # its checksum

@@ -114,7 +114,7 @@ def test_compare_leaves_a_run_directory_with_a_page_and_prints_the_leaderboard(f
     run = Run(folder / "run")
     assert [job.name for job in run.done] == ["single-0", "packed-0"]
     for job in run.jobs:
-        for name in ("config.json", "metrics.json", "predictions.npz", "model.safetensors", "log.jsonl"):
+        for name in ("config.json", "metrics.json", "predictions.safetensors", "model.safetensors", "log.jsonl"):
             assert (job.directory / name).is_file()
     page = (folder / "run" / "report.html").read_text(encoding="utf-8")
     assert "packed" in page and "<html" in page

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.calling import call
-from multitudes.deployment import conversion, onnx_engine
+from multitudes.deployment import conversion
 from multitudes.deployment.conversion import deploy
+from multitudes.storage import exporting
 from tests import cases, drawing_cases
 
 pytest.importorskip("onnxruntime")
@@ -189,7 +190,7 @@ def test_without_onnx_runtime_torch_runs_it(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(name: str, extra: str, what: str) -> Any:
         raise ImportError(f"{what} needs {name}: pip install 'multitudes[{extra}]'")
 
-    monkeypatch.setattr(onnx_engine, "needed", missing)
+    monkeypatch.setattr(exporting, "needed", missing)
     model, x = trained_mlp(), torch.randn(6, 4)
     deployed = deploy(model, x)
     assert "multitudes[onnx]" in deployed.summary() and "1 of 1 folded" in deployed.summary()

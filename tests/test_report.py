@@ -55,7 +55,7 @@ def drawn_sections(results: Results) -> dict[str, str]:
 
 
 def predictions(run: Path, method: str) -> list[dict[str, Any]]:
-    return [kept(run, method, seed, "predictions.npz") for seed in range(3)]
+    return [kept(run, method, seed, "predictions.safetensors") for seed in range(3)]
 
 
 # -- what is there -----------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_without_calibration_nothing_is_said_of_it(run: Path, tmp_path: Path) ->
         metrics["scores"] = {name: each for name, each in metrics["scores"].items() if "raw/" not in name}
         arrays = Job(path.parent).predictions
         plain = {name: each for name, each in arrays.items() if "raw/" not in name}
-        write_arrays(path.parent / "predictions.npz", plain)
+        write_arrays(path.parent / "predictions.safetensors", plain)
         Job(path.parent).write_metrics(metrics)
     found = drawn_sections(read_results(copy))
     assert "before" not in found["calibration"]
@@ -324,7 +324,7 @@ def test_one_method_alone_is_a_page_too(tmp_path: Path) -> None:
 
 def test_without_predictions_the_page_shows_the_metrics(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
-    for path in copy.glob("jobs/*/predictions.npz"):
+    for path in copy.glob("jobs/*/predictions.safetensors"):
         path.unlink()
         job = Job(path.parent)
         job.write_metrics(job.metrics)

@@ -37,7 +37,9 @@ def points(root: ElementTree.Element) -> np.ndarray:
 @pytest.mark.parametrize("log", [False, True])
 def test_points_lie_where_the_ticks_say(log: bool) -> None:
     x, y = [0.5, 3.0, 7.7, 40.0], [0.913, 0.925, 0.97, 0.944]
-    view = View([Series(x, y, 2)], Axis("x", log=log), Axis("y", percent=True))
+    view = View(
+        [Series(x, y, 2)], Axis("x", log=log, ticks=(1.0, 3.0, 10.0, 30.0) if log else ()), Axis("y", percent=True)
+    )
     root, ticks = read(view)
     scale = np.log if log else np.asarray
     for column, (axis, given, change) in enumerate((("x", x, scale), ("y", [100 * each for each in y], np.asarray))):

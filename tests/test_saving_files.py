@@ -25,7 +25,7 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="path must be a file that mt.save wrote"):
         load(tmp_path / "text.safetensors")
     save_file({"weight": torch.ones(2)}, tmp_path / "tensors.safetensors")
-    with pytest.raises(ValueError, match="its header has no table 'multitudes'"):
+    with pytest.raises(ValueError, match="it has no checksum, or was written by an earlier version"):
         load(tmp_path / "tensors.safetensors")
 
 

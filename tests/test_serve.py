@@ -77,8 +77,8 @@ def test_answers_are_those_that_predict_writes(images: Run, digits: Data, client
 
 def test_sets_are_the_conformal_ones_of_the_test_part(images: Run, digits: Data, client: Client) -> None:
     """By the textbook: a class's score is the probability of the classes before it, the threshold a quantile."""
-    with np.load(images.job("deep", 0).directory / "predictions.npz") as saved:
-        probs, target = saved["probs"].astype(float), saved["target"]
+    saved = images.job("deep", 0).predictions
+    probs, target = saved["probs"].astype(float), saved["target"]
     x = digits.test.x[:20]
     for level in (0.5, 0.95):
         ranked = np.argsort(-probs, 1, kind="stable")

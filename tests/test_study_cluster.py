@@ -14,7 +14,7 @@ from multitudes.study.execution import run_cluster, run_local
 from multitudes.study.planning import prepare
 from tests.study_cases import fake, make  # noqa: F401
 
-FILES = ("metrics.json", "predictions.npz")
+FILES = ("metrics.json", "predictions.safetensors")
 
 
 def results(run):

@@ -83,7 +83,7 @@ def scores(run: Run) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "predictions.npz", "metrics.json"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "predictions.safetensors", "metrics.json"])
 def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str, whole: Path, folder: Path) -> None:
     run = Run(folder / "run")
     want = scores(run)
@@ -111,7 +111,7 @@ def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str,
 
 def test_the_page_lists_a_damaged_job_as_not_done(folder: Path) -> None:
     run = Run(folder / "run")
-    flip(run.job("packed", 0).directory / "predictions.npz")
+    flip(run.job("packed", 0).directory / "predictions.safetensors")
     text = report.write(run.directory).read_text()
     assert "This page is not complete" in text and "checksum does not fit" in text
     for job in run.jobs:

@@ -23,7 +23,7 @@ from tests.study_cases import make  # noqa: F401
 
 WORKER = (sys.executable, "-P", "-m", "multitudes.study.worker")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks are for Linux")
-FILES = ("model.safetensors", "predictions.npz")
+FILES = ("model.safetensors", "predictions.safetensors")
 
 
 def results(job: Job) -> list[object]:

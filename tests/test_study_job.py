@@ -27,6 +27,7 @@ from multitudes.shift import corrupt
 from multitudes.storage.save import load
 from multitudes.study.methods import METHODS
 from multitudes.study.networks import defaults
+from multitudes.study.store import Job
 from multitudes.study.worker import run
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -76,7 +77,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_job_leaves_its_results_and_tells_every_epoch(deep: Path) -> None:
     names = {path.name for path in deep.iterdir()}
-    assert names == {"config.json", "log.jsonl", "metrics.json", "model.safetensors", "predictions.npz"}
+    assert names == {"config.json", "log.jsonl", "metrics.json", "model.safetensors", "predictions.safetensors"}
     told, found = events(deep), metrics_of(deep)
     assert [event["event"] for event in told] == ["start", *["epoch"] * 4, "evaluate", "done"]
     assert [(event["epoch"], event["epochs"]) for event in told[1:5]] == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -96,7 +97,7 @@ def probabilities(directory: Path) -> Predictive:
 
 def test_scores_are_those_of_the_predictions_that_are_saved(deep: Path) -> None:
     found = metrics_of(deep)["scores"]
-    saved = np.load(deep / "predictions.npz", allow_pickle=False)
+    saved = Job(deep).predictions
     probs, target = saved["probs"], saved["target"]
     assert probs.shape == (100, 10) and probs.dtype == np.float32
     assert found["accuracy"] == {"value": pytest.approx((probs.argmax(1) == target).mean()), "count": 100}
@@ -111,7 +112,7 @@ def test_scores_are_those_of_the_predictions_that_are_saved(deep: Path) -> None:
 def test_the_network_is_calibrated_on_the_validation_part_and_scored_before_and_after(deep: Path) -> None:
     data, found = datasets.load("digits", limit=100), metrics_of(deep)["scores"]
     net = load(deep / "model.safetensors")
-    saved = np.load(deep / "predictions.npz")
+    saved = Job(deep).predictions
     p = net.net.predict(data.normalised(data.validation.x))
     logs = p.log_probs.double().numpy()
 
@@ -129,7 +130,7 @@ def test_the_network_is_calibrated_on_the_validation_part_and_scored_before_and_
 
 
 def test_rows_add_up_to_the_scores(deep: Path) -> None:
-    found, saved = metrics_of(deep)["scores"], np.load(deep / "predictions.npz")
+    found, saved = metrics_of(deep)["scores"], Job(deep).predictions
     for name in ("nll", "accuracy", "brier"):
         for prefix in ("", "raw/"):
             rows = saved[f"{prefix}rows/{name}"]
@@ -145,7 +146,7 @@ def test_a_network_is_left_as_it_is_where_that_is_asked_for(tmp_path: Path) -> N
 
 def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> None:
     by_size, scores = metrics_of(deep)["by_size"], metrics_of(deep)["scores"]
-    members, target = probabilities(deep).member_probs.double().numpy(), np.load(deep / "predictions.npz")["target"]
+    members, target = probabilities(deep).member_probs.double().numpy(), Job(deep).predictions["target"]
     assert by_size["sizes"] == [1, 2, 4]
     assert by_size["nll"][2] == pytest.approx(scores["raw/nll"]["value"], rel=1e-6)
     assert by_size["accuracy"][0] == pytest.approx((members.argmax(2) == target).mean())
@@ -228,7 +229,7 @@ def on_plane(folder: Path, task: str, method: str, **changes: Any) -> Path:
 def test_regression_is_told_in_the_units_of_its_targets(tmp_path: Path, method: str) -> None:
     directory = on_plane(tmp_path, "regression", method)
     run(directory)
-    kept, scores = np.load(directory / "predictions.npz"), metrics_of(directory)["scores"]
+    kept, scores = Job(directory).predictions, metrics_of(directory)["scores"]
     mean, target = (kept[name].astype(np.float64) for name in ("mean", "target"))
     assert kept["members"].shape[1] == 60 and abs(mean - target).mean() < 100 < target.std()
     assert scores["rmse"]["value"] == pytest.approx(np.sqrt(((mean - target) ** 2).mean()), rel=1e-3)
@@ -246,7 +247,7 @@ def test_regression_is_told_in_the_units_of_its_targets(tmp_path: Path, method: 
 def test_the_density_of_a_single_networks_targets_is_the_gaussians_in_their_units(tmp_path: Path) -> None:
     directory = on_plane(tmp_path, "regression", "single")
     run(directory)
-    kept = np.load(directory / "predictions.npz")
+    kept = Job(directory).predictions
     mean, std, target = (kept[name].astype(np.float64) for name in ("mean", "std", "target"))
     density = -0.5 * ((target - mean) / std) ** 2 - np.log(std) - 0.5 * np.log(2 * np.pi)
     found = metrics_of(directory)

@@ -27,7 +27,7 @@ def write_job(run, label, seed, scores, costs=None, method=None, probs=None, tar
     directory = run.job(label, seed).directory
     write_json(directory / "config.json", {"method": method or label})
     if probs is not None:
-        write_arrays(directory / "predictions.npz", {"probs": probs, "target": target})
+        write_arrays(directory / "predictions.safetensors", {"probs": probs, "target": target})
     scores = {name: {"value": value, "count": 400} for name, value in scores.items()}
     run.job(label, seed).write_metrics({"scores": scores, "costs": costs or {}})
 
@@ -128,7 +128,7 @@ def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):
     every = rng.random((2, 30))
     for seed, own in enumerate(every):
         write_job(run, "single", seed, {"nll": own.mean()})
-        path = run.job("single", seed).directory / "predictions.npz"
+        path = run.job("single", seed).directory / "predictions.safetensors"
         write_arrays(path, {"rows/nll": own, "raw/rows/nll": 2 * own})
     (found,) = leaderboard(run)
     assert np.array_equal(found.examples()["nll"], every) and np.array_equal(found.examples()["raw/nll"], 2 * every)

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from multitudes.core.archives import write_arrays
+from multitudes.core.files import DamagedError
 from multitudes.study.monitor import JobProgress, time_left
 from multitudes.study.store import Job, Run, write_atomically
 
@@ -48,8 +48,9 @@ def test_what_is_no_run_directory_is_told(tmp_path):
 
 
 def test_predictions_are_never_unpickled(tmp_path):
-    write_arrays(tmp_path / "predictions.npz", {"probs": np.array([{"a": 1}], dtype=object)})
-    with pytest.raises(ValueError, match="probs.npy holds Python objects"):
+    np.savez(tmp_path / "a.npz", probs=np.array([{"a": 1}], dtype=object))
+    (tmp_path / "a.npz").rename(tmp_path / "predictions.safetensors")
+    with pytest.raises(DamagedError):
         _ = Job(tmp_path).predictions
 
 

@@ -1,7 +1,7 @@
 """Files that are whole, or not there: written under another name first, and sealed by a checksum.
 
-A *seal* is the SHA-256 of a file with 64 zeros in place of the seal, which stands in the file itself: near the start of
-a JSON or safetensors file, in the comment at the end of a zip archive. So a file and its checksum appear in one rename.
+A *seal* is the SHA-256 of a file with 64 zeros in place of the seal, which stands near the start of the file itself,
+JSON or safetensors. So a file and its checksum appear in one rename.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ __all__ = [
 ]
 
 UNFINISHED = ".unfinished"
-"""How the names of files end that are being written, or that a killed process has left."""
+"""Suffix of files that are being written, or that a killed process has left."""
 BLANK = "0" * 64
-"""What a file holds after the word sha256 until it is sealed."""
+"""Placeholder of the seal until a file is sealed."""
 
 NAME = "file_name"
 """The key of a JSON file that holds its name, so that one in another's place is noticed."""
 
 _MARK = re.compile(rb'sha256[\\": ]{1,6}([0-9a-f]{64})')
 _HEAD = 512
-"""The seal is within so many bytes of the start, if it is not at the end."""
-_COMMENT = b"sha256:" + BLANK.encode()
+"""The seal is within so many bytes of the start."""
 _SETTLED = 2.0
 """A file must be so many seconds old for its time to tell that it has not changed since."""
 
@@ -83,11 +82,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def sealing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Like `replacing`, and what was written is sealed: a zip archive, or a file with `sha256` and `BLANK` in it."""
+    """Like `replacing`, and what was written is sealed: a file with `sha256` and `BLANK` near its start."""
     with replacing(path) as unfinished:
         yield unfinished
         with unfinished.open("r+b") as file:
-            _make_room(file)
             place = _place(file)
             assert place is not None, "nothing in the file is left blank for its seal"
             digest = _digest(file, place)
@@ -197,27 +195,11 @@ def _checked(file: IO[bytes], path: Path) -> str:
     return held
 
 
-def _make_room(file: IO[bytes]) -> None:
-    """Add a blank seal to a zip archive, as its comment."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - 22))
-    tail = file.read()
-    if tail.startswith(b"PK\5\6") and tail.endswith(b"\0\0"):  # no comment yet
-        file.seek(end - 2)
-        file.write(len(_COMMENT).to_bytes(2, "little") + _COMMENT)
-
-
 def _place(file: IO[bytes]) -> int | None:
-    """Where the seal of a file is; None where it has none."""
+    """Return where the seal of a file is; None where it has none."""
     file.seek(0)
     found = _MARK.search(file.read(_HEAD))
-    if found is not None:
-        return found.start(1)
-    end = file.seek(0, os.SEEK_END)
-    start = max(0, end - len(_COMMENT))
-    file.seek(start)
-    found = re.fullmatch(rb"sha256:([0-9a-f]{64})", file.read())
-    return None if found is None else start + found.start(1)
+    return None if found is None else found.start(1)
 
 
 def _digest(file: IO[bytes], place: int) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.archives import reading_arrays
+from multitudes.core.archives import read_archive
 from multitudes.core.checks import needed
+from multitudes.core.draws.memory import free_bytes
 from multitudes.core.files import DamagedError
 from multitudes.data.columns import Column, from_arrow, from_cells, given
 from multitudes.data.parsing import decimal_marks
@@ -318,8 +319,7 @@ def _npz(path: Path, fold: int) -> Source:
     """Arrays `X` `[N, F]` and `y` `[N]`; `train_idx` and `test_idx` `[K, n]` are the rows of K splits."""
     np = needed("numpy", "data", "a .npz file")
     try:
-        with reading_arrays(path, "a .npz file", sealed=False) as found:
-            arrays = dict(found)
+        arrays = read_archive(path, free_bytes(torch.device("cpu")))
         x, y = torch.from_numpy(arrays["X"]).double(), torch.from_numpy(arrays["y"])
     except (KeyError, TypeError, ValueError) as error:
         reason = error.what if isinstance(error, DamagedError) else error

@@ -138,7 +138,7 @@ def _warmed(function: Callable[[], Any]) -> None:
 
 
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
-    """How long the kernels of a call take, without the time to start them; infinite where it cannot be captured."""
+    """Time the kernels of a call without the time to start them; infinite where it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with _tuned():
@@ -207,7 +207,7 @@ def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
 
 
 def _convolves(net: Multitude) -> bool:
-    """Whether a network has at least as many kernels as matrices."""
+    """Return whether a network has at least as many kernels as matrices."""
     ranks = [parameter.dim() for parameter in net.network.parameters()]
     return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
 
@@ -273,7 +273,7 @@ compiled; of a network whose convolutions take up all else nothing is left but p
 
 
 def _left_over(graph: fx.GraphModule) -> float:
-    """How much of what a graph writes is written by functions that a compiler would fuse."""
+    """Return how much of what a graph writes is written by functions that a compiler would fuse."""
     written, by_convolutions = 0, 0
     for node in graph.graph.nodes:
         value = node.meta.get("tensor_meta")

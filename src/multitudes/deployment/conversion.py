@@ -27,6 +27,7 @@ from multitudes.deployment.onnx_engine import OnnxRuntime
 from multitudes.deployment.preparing import check_repeats, prepared
 from multitudes.deployment.quality import check_quality
 from multitudes.evaluation.calibrate import Calibrated
+from multitudes.storage.exporting import check_example
 
 __all__ = ["deploy"]
 
@@ -34,7 +35,7 @@ LONG_ENOUGH = 0.02
 """Seconds over which calls are timed."""
 
 CLEARLY = 0.95
-"""What is faster takes this share of the time at most; what is closer may be chance."""
+"""A faster engine takes this share of the time at most; a smaller gain may be chance."""
 
 INT8 = 0.5
 """How far predictions in 8 bits may be off for any input; what they have lost is measured by `check_quality`."""
@@ -79,7 +80,8 @@ def deploy(
     if not isinstance(batch_sizes, Iterable) or isinstance(batch_sizes, str):
         raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
     sizes = [check_count("batch_sizes", size) for size in batch_sizes]
-    example = _example(example, device)
+    check_example(example)
+    example = mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
     _check_targets(targets, dtype, example)
     was = copied(multitude).eval()
     by_formula = was.without_draws(was.draws) if stochastic_layers(was.network) else None
@@ -121,13 +123,6 @@ def _held(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _example(example: Input, device: torch.device) -> Input:
-    tensors = tensors_in(example)
-    if not tensors or not tensors[0].dim() or not len(tensors[0]):
-        raise ValueError("example must be one batch of inputs, of one input at least")
-    return mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
-
-
 def _check_targets(targets: Tensor | None, dtype: torch.dtype | None, example: Input) -> None:
     rows = len(tensors_in(example)[0])
     if targets is None:
@@ -159,7 +154,7 @@ def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch
 
 
 def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:
-    """What runs a network without CUDA graphs: ONNX Runtime or torch, or torch as it was, whichever is the fastest."""
+    """Choose the fastest engine without CUDA graphs: ONNX Runtime, torch, or torch with the network as it was."""
     own = Plain(quick, plain.dtype, example)
     if reference.options or plain.dtype is not None or plain.device.type != "cpu":
         return Proven(own, plain, reference)

@@ -1,4 +1,4 @@
-"""What `deploy` gives: a network that answers, and says what was done to it."""
+"""`Deployed`: the fast network that `deploy` returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Deployed"]
 
 
 OPTIONS = ("draws", "seed", "memory")
-"""What a call may say beside the input, as that of a multitude."""
+"""Options of a call, as of a multitude."""
 
 
 class Deployed:
@@ -44,7 +44,7 @@ class Deployed:
 
     @property
     def task(self) -> str:
-        """What the predictions are of; see `Predictive`."""
+        """The task of the predictions; see `Predictive`."""
         return self._net.task if self._calibration is None else self._calibration.task
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
@@ -57,7 +57,7 @@ class Deployed:
                 return one_per_input(self._engine(x, **options), x)
 
     def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
-        """What the members and draws say together about `x`, calibrated where the network was."""
+        """Predict `x` by all members and draws together, calibrated where the network was."""
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
@@ -70,7 +70,7 @@ class Deployed:
         return found if self._calibration is None else self._calibration(found)
 
     def summary(self) -> str:
-        """What was done to the network, and the time that it takes beside the time that it took."""
+        """Describe the changes to the network, and its time before and after."""
         rows = [*self._rows, *self._engine.told()]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {how}" for name, how in rows)

@@ -34,13 +34,13 @@ FURTHER = 3
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """How far predictions may be off by rounding, at least; on a GPU float32 is TensorFloat-32."""
+    """Return how far predictions may be off by rounding, at least; on a GPU float32 is TensorFloat-32."""
     dtype = dtype.to_real()
     return _ROUNDING[torch.float16 if device.type == "cuda" and dtype == torch.float32 else dtype]
 
 
 class Engine(Protocol):
-    """What answers with the raw predictions of a multitude in evaluation."""
+    """A way to run a deployed network: raw predictions of a multitude in evaluation."""
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
         """`[B, ...] -> [S, B, ...]`, float32 or better, for batches of any size."""
@@ -103,7 +103,9 @@ class Plain:
 
     def prepared(self, x: Input) -> Input:
         """An input in the dtype of the weights."""
-        return x if self.autocast or self.dtype is None else in_dtype(x, self.dtype)
+        if self.autocast or self.dtype is None:
+            return x
+        return mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, x)
 
     def told(self) -> list[tuple[str, str]]:
         return [("run by", "torch, as it is" + (", with autocast" if self.autocast else ""))]
@@ -120,7 +122,7 @@ class Reference:
 
     @torch.no_grad()
     def off(self, quick: Callable[..., Tensor], x: Input, **more: Any) -> tuple[float, float, float]:
-        """How far quick predictions are from the network's, how far it is itself in that precision, and the bound."""
+        """Return the distance of quick predictions, that of the network itself in their precision, and the bound."""
         options = {**self.options, **more}
         want = self.net(x, **options)
         own = distance(self.plain(x, **options), want)
@@ -180,13 +182,8 @@ def _laid_out(net: Multitude) -> Multitude:
     return net.to(memory_format=torch.channels_last) if on_gpu and images else net  # type: ignore[call-overload]
 
 
-def in_dtype(x: Input, dtype: torch.dtype) -> Input:
-    """An input whose floating-point tensors have a dtype."""
-    return mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, x)
-
-
 def distance(got: Tensor, want: Tensor) -> float:
-    """How far predictions `[S, B, ...]` are from others, relative to how much these vary; the largest of the S.
+    """Return how far predictions `[S, B, ...]` are from others, relative to how much these vary; the largest of the S.
 
     A few huge numbers, as of classes that are masked, are compared relative to themselves, and hide nothing else.
     """

@@ -152,7 +152,7 @@ def _is_once(node: Any) -> bool:
 
 
 def _is_convolution(graph: fx.GraphModule, node: Any) -> bool:
-    """Whether a node is a convolution of images with a weight that is known."""
+    """Return whether a node is a convolution of images with a weight that is known."""
     if not isinstance(node, fx.Node) or node.target is not aten.convolution.default:
         return False
     weight = constant(graph, node.args[1])
@@ -219,7 +219,7 @@ def choose(
 
 
 def count_convolutions(graph: fx.GraphModule) -> int:
-    """How many `convolution`s a graph has."""
+    """Return how many `convolution`s a graph has."""
     return len(_calls(graph, convolution))
 
 

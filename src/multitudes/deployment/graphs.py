@@ -71,7 +71,7 @@ class Graphs:
         return self.otherwise(x, **options) if graph is None else graph(x, rows, options.get("seed"))
 
     def _draws(self, options: dict[str, Any]) -> int | None:
-        """How many draws a graph must make, 0 where nothing is drawn; None where no graph does what is asked for."""
+        """Return the number of draws of a graph, 0 where nothing is drawn; None where no graph can do it."""
         if not self.reference.options:
             return None if options else 0
         draws, seed = options.get("draws"), options.get("seed")
@@ -96,7 +96,7 @@ class Graphs:
     # -- which graph -------------------------------------------------------------------------------------
 
     def _fits(self, x: Input, rows: int) -> bool:
-        """Whether `x` has tensors like the example's, with the batch in the same of them, and plain values beside."""
+        """Return whether `x` is like the example: its tensors, those with a batch axis, plain values beside them."""
         tensors = tensors_in(x)
         own = [tensor.shape[:1] == (rows,) for tensor, batched in zip(tensors, self.batched, strict=False) if batched]
         return len(tensors) == len(self.batched) and all(own) and signature(x) is not None
@@ -106,14 +106,14 @@ class Graphs:
         return mapped(lambda tensor: tensor[start:end] if next(batched) else tensor, x)
 
     def _size(self, rows: int) -> int:
-        """How many rows the graph for a batch has: a size that was asked for, or a power of two."""
+        """Return how many rows the graph for a batch has: a size that was asked for, or a power of two."""
         if not self.apart:
             return rows
         power = 1 << (rows - 1).bit_length()
         return next((size for size in self.sizes if rows <= size <= power), power)
 
     def _key(self, x: Input, size: int, draws: int) -> Any:
-        """What the inputs of one graph have in common, which has so many rows and draws."""
+        """The key of a graph of so many rows and draws."""
         shapes = [tuple(tensor.shape)[batched:] for tensor, batched in zip(tensors_in(x), self.batched, strict=True)]
         return signature(x, shapes=False), tuple(shapes), size, draws
 
@@ -134,7 +134,7 @@ class Graphs:
         return graph if graph is not None and self.agreed[key, rows] else None
 
     def _is_worth_it(self, key: Any) -> bool:
-        """Whether there should be a graph for what comes so often."""
+        """Return whether there should be a graph for what comes so often."""
         made = self._made()
         rarest = min((self.seen.get(other, 0) for other in made), default=0)
         return self.seen[key] >= 2 and (len(made) < MOST_GRAPHS or self.seen[key] > 2 * rarest)
@@ -170,7 +170,7 @@ class Graphs:
             self.agreed = {known: right for known, right in self.agreed.items() if known[0] != other}
 
     def _is_right(self, graph: Captured, x: Input, draws: int) -> bool:
-        """Whether a graph agrees with the network on the first input that has so many rows; a warning where not."""
+        """Compare a graph with the network on the first input that has so many rows; warn if they differ."""
         options = {"draws": draws} if draws else {}
         off, _, bound = self.reference.off(lambda x, seed=None, **_: graph(x, rows_of(x), seed), x, **options)
         if off > bound:

@@ -10,30 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from multitudes.core.calling import Input, mapped, plain_attention, tensors_in
-from multitudes.core.checks import needed
+from multitudes.core.calling import Input, plain_attention, tensors_in
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
 from multitudes.core.trace import recording
 from multitudes.deployment.engines import Plain, signature, unusual
-from multitudes.storage.exporting import Apart, export, keep_numbers, opened, operators, reason, tensor_names
+from multitudes.storage.exporting import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
 
 __all__ = ["OnnxRuntime"]
-
-
-class _Raw(nn.Module):
-    """A multitude as a function of the tensors that it is called with."""
-
-    def __init__(self, net: Multitude, example: Input) -> None:
-        super().__init__()
-        self.network = Apart(net)
-        self.example = example
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        return self.network(mapped(lambda _: next(given), self.example))
 
 
 UNLIKE = {"TopK", "NonZero"}
@@ -50,19 +36,20 @@ class OnnxRuntime:
 
     @torch.no_grad()
     def __init__(self, net: Multitude, example: Input, plain: Plain, int8: bool = False) -> None:
-        for module in ("onnxruntime", "onnx", "onnxscript"):
-            needed(module, "onnx", "deploy on a CPU")
+        check_packages("deploy on a CPU")
         self.int8, self.plain, self.kind = int8, plain, signature(example, shapes=False)
         if self.kind is None:
             raise ValueError("the example holds more than tensors and plain values")
         self.names = tensor_names(example, ["predictions"])
         with tempfile.TemporaryDirectory() as folder, plain_attention():
-            path, raw = Path(folder) / "network.onnx", _Raw(copied(net), example)
-            keep_numbers(raw, *tensors_in(example))
+            path, raw = Path(folder) / "network.onnx", Apart(copied(net))
+            keep_numbers(raw, example)
             export(raw, example, path, inputs=self.names, outputs=["predictions"], about={})
-            if found := UNLIKE & operators(path):
+            model = importlib.import_module("onnx").load(path)
+            if found := UNLIKE & {node.op_type for part in (model.graph, *model.functions) for node in part.node}:
                 raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
-            indices = computed_indices(path)
+            given = zip(self.names, tensors_in(example), strict=True)
+            indices = computed_indices(model.graph, {name for name, tensor in given if tensor.dtype in _WHOLE})
             with recording(net.network, (), tensors=False, functions=True) as trace:
                 plain(example)
             if indices or any(use.function == "one_hot" for use in trace.functions):
@@ -110,11 +97,12 @@ _SAME = {"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Sl
 """Operators that leave numbers as they are."""
 
 
-def computed_indices(path: Path) -> list[str]:
-    """The operators of a graph that take indices which are computed from values of its inputs."""
-    onnx = importlib.import_module("onnx")
-    graph = onnx.load(str(path)).graph
-    ids = {value.name for value in graph.input if _is_whole(onnx, value.type.tensor_type.elem_type)}
+_WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
+"""The dtypes of ids."""
+
+
+def computed_indices(graph: Any, ids: set[str]) -> list[str]:
+    """The operators of a graph that take indices which are computed from values of its inputs, `ids` or others."""
     computed = {value.name for value in graph.input} - ids
     found = []
     for node in graph.node:
@@ -128,10 +116,6 @@ def computed_indices(path: Path) -> list[str]:
         elif (ids | computed).intersection(node.input):
             computed.update(node.output)
     return found
-
-
-def _is_whole(onnx: Any, kind: int) -> bool:
-    return kind in (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
 
 
 # -- 8 bits ------------------------------------------------------------------------------------------------

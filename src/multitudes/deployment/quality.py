@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributions import Normal, kl_divergence
 
 from multitudes import metrics
 from multitudes.core.tasks.predictive import Predictive
@@ -47,7 +48,7 @@ def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> li
 
 
 def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
-    """Of the output that has lost the most, as a share of its own deviation; and what the likelihood has lost."""
+    """Losses of the worst output, as a share of its own deviation, and of the likelihood."""
     one, other = _outputs(got), _outputs(want)
     spread = other.std(0).maximum(0.01 * other.abs().mean(0)).clamp(min=1e-12)
     quantiles = want.quantiles is not None
@@ -69,7 +70,7 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
 
 
 def _outputs(p: Predictive) -> Tensor:
-    """What the members predict in the mean, `[B, D]`: each quantile, or each output's mean."""
+    """The mean prediction of the members, `[B, D]`: each quantile, or each output's mean."""
     values = p.predictions.float().mean(0) if p.quantiles is not None else p.mean
     return values.double().reshape(len(values), -1)
 
@@ -77,6 +78,5 @@ def _outputs(p: Predictive) -> Tensor:
 def _divergence(got: Predictive, want: Predictive) -> Tensor:
     """The mean divergence of each output's Gaussians, member by member, which those of the mixtures do not exceed."""
     (mean, variance), (right, own) = (each.member_means_and_variances for each in (got, want))
-    variance, own = variance.double(), own.double()
-    each = ((variance / own).log() + (own + (mean - right).double().square()) / variance - 1) / 2
+    each = kl_divergence(Normal(right.double(), own.double().sqrt()), Normal(mean.double(), variance.double().sqrt()))
     return each.reshape(each.shape[0] * each.shape[1], -1).mean(0)

@@ -40,7 +40,7 @@ def trace(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> fx.Grap
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a function draws random numbers: attention does not, where its dropout is 0."""
+    """Return whether a function draws random numbers: attention does not, where its dropout is 0."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -79,7 +79,7 @@ class _Waits(TorchDispatchMode):
 
 
 def _selects(args: Any) -> bool:
-    """Whether a function whose shapes may depend on values is one: indexing is not, by numbers."""
+    """Return whether a function whose shapes may depend on values is one: indexing is not, by numbers."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else None
     masks = (torch.bool, torch.uint8)
     return indices is None or any(isinstance(each, Tensor) and each.dtype in masks for each in indices)

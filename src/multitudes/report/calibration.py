@@ -24,6 +24,8 @@ __all__ = ["calibration", "intervals"]
 BINS = 10
 QUANTILES = [0.05 * step for step in range(1, 20)]
 """Whose calibration is shown."""
+NORMAL_REACH = torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
+"""Deviations that the intervals of a Gaussian reach to either side, for all levels, `[L]`."""
 
 
 # -- classes -----------------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
     found: dict[str, list[Series]] = {"coverage": [], "width": [], "quantiles": []}
     for at, method in enumerate(results.methods):
         if arrays := results.tensors(method, f"{prefix}mean", f"{prefix}std", "target"):
-            reaches = results.tensors(method, f"{prefix}reach") or [(_normal_reach(),)] * len(arrays)
+            reaches = results.tensors(method, f"{prefix}reach") or [(NORMAL_REACH,)] * len(arrays)
             pairs = zip(arrays, reaches, strict=True)
             inside, wide = torch.stack([_coverage_width(*each, *reach) for each, reach in pairs]).mean(0).tolist()
             told = zip(LEVELS, inside, wide, strict=True)
@@ -110,12 +112,7 @@ def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
     return {name: diagonal + own if own and name != "width" else own for name, own in found.items()}
 
 
-def _normal_reach() -> Tensor:
-    """How many deviations the intervals of a Gaussian reach to either side, for all levels: `[L]`."""
-    return torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
-
-
 def _coverage_width(mean: Tensor, std: Tensor, target: Tensor, reach: Tensor) -> Tensor:
-    """Of intervals that reach so many `[L]` of the predicted deviations `[N]` from the mean `[N]`: `[2, L]`."""
+    """Coverage and width of intervals that reach `[L]` deviations `[N]` to either side of the mean `[N]`: `[2, L]`."""
     inside = ((target - mean).abs().double() <= reach[:, None] * std.double()).double().mean(1)
     return torch.stack([inside, 2 * reach * std.double().mean()])

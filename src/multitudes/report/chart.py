@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 HIGHLIGHTED = 6
-"""How many methods are in colour at once."""
+"""Methods that are in colour at once."""
 
 COLOURS = 8
 """The style sheet has `--c0` to `--c7`."""
@@ -61,7 +61,7 @@ LETTER = 6.4
 LONGEST = 24
 """Letters of a name beside a point."""
 STEPS, PIXELS = 16, 256
-"""Of a surface: how many colours it has, and its pixels on each side."""
+"""Colours of a surface, and its pixels on each side."""
 VIRIDIS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
 """From low to high, at equal distances (matplotlib's scale of this name)."""
 
@@ -94,7 +94,7 @@ class Style:
 
     @property
     def classes(self) -> str:
-        """Of an element that is in colour where the method is highlighted."""
+        """Classes of an element, which is in colour where the method is highlighted."""
         return "m on" if self.number < HIGHLIGHTED else "m"
 
 
@@ -113,7 +113,7 @@ class Series:
     high: Sequence[float] = ()
     """The ends of error bars; NaN for none."""
     tips: Sequence[str] = ()
-    """What is said about each point."""
+    """The tooltip of each point."""
     labels: Sequence[str] = ()
     """Written beside the points; empty for none."""
 
@@ -156,7 +156,7 @@ class Group:
 
     @property
     def joined(self) -> bool:
-        """Whether there is a line."""
+        """Return whether there is a line."""
         return self.series.line and len(self.places) > 1
 
     @property

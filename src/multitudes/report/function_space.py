@@ -1,4 +1,4 @@
-"""How different networks are: diversity against accuracy, a map of function space, the loss landscape."""
+"""Differences between networks: diversity against accuracy, a map of function space, the loss landscape."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ __all__ = [
 MOST = 10
 """The most inputs of a section."""
 MOST_COLUMNS = 20
-"""Of the bars."""
+"""Columns with a bar at most."""
 SHOWN = 8
 """The columns of the table of test rows."""
 LONGEST = 280
@@ -40,7 +40,7 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e
 WORDS = {"accuracy": "accuracy lost", "rmse": "RMSE added", "entropy": "change of entropy", "std": "change of std"}
 """Headings: the change of a score or an uncertainty when a column is shuffled."""
 FIELDS = ("name", "read_as", "values", "missing", "dropped", "note")
-"""Of a column, as `data.json` describes it."""
+"""Keys of a column in `data.json`."""
 
 
 # -- columns -----------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _most(texts: list[str], unsure: Tensor) -> list[int]:
 
 
 def _votes(members: Tensor, names: Sequence[str]) -> str:
-    """How many members predict each class, those with the most votes first.
+    """Return how many members predict each class, those with the most votes first.
 
     >>> _votes(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]]), ("no", "yes"))
     '2 yes, 1 no'
@@ -223,7 +223,7 @@ def _vote(probs: Tensor, names: Sequence[str], truth: int) -> tuple[str, float, 
 
 
 def table_values(features: Sequence[Feature], x: Tensor) -> dict[str, list[Any]]:
-    """What rows `[n, F]` of features hold, by column, in their own units: numbers and texts, None for missing ones."""
+    """Values of rows `[n, F]` of features by column, in their own units: numbers, texts, None where missing."""
     parts = x.split([len(feature.names) for feature in features], 1)
     return {feature.column: list(_restored(feature, part)) for feature, part in zip(features, parts, strict=True)}
 

@@ -51,7 +51,7 @@ def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
 
 
 def _entropy(members: Tensor) -> Tensor:
-    """Of the mean prediction of members `[S, N, C]`, as a fraction of the largest possible, `[N]`."""
+    """Entropy of the mean prediction of members `[S, N, C]`, as a fraction of the largest possible, `[N]`."""
     return torch.special.entr(members.mean(0)).sum(1) / math.log(members.shape[2])
 
 

@@ -1,4 +1,4 @@
-"""What the results were computed with: data, network, training, versions and machines."""
+"""Provenance of the results: data, network, training, versions and machines."""
 
 from __future__ import annotations
 

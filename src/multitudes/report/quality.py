@@ -1,4 +1,4 @@
-"""How good the predictions are: with more members, of the most confident ones, on corrupted inputs."""
+"""Quality of the predictions: with more members, of the most confident ones, on corrupted inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multitudes.study.columns import column_of
 __all__ = ["selective_prediction", "shift", "size"]
 
 POINTS = 120
-"""Of a curve that has one for each row."""
+"""Points that are drawn of a curve with one for each row."""
 
 
 def size(results: Results) -> dict[str, Any]:

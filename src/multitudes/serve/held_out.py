@@ -25,7 +25,7 @@ __all__ = ["HeldOut", "columns_of", "examples", "held_out"]
 ROWS = 1000
 """The most that are predicted anew."""
 EXAMPLES = 6
-"""Of each sort."""
+"""Examples of each sort."""
 
 
 class HeldOut(NamedTuple):
@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
     rows: Tensor
     uncertainty: Tensor
     probs: Tensor | None
-    """Of classes, `[n, C]`."""
+    """The probabilities of classes, `[n, C]`."""
 
     def conformal(self, y: Tensor) -> Conformal | None:
         """The scores for sets of classes, from all targets of the test part; nothing was fitted to these rows."""

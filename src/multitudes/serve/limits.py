@@ -1,4 +1,4 @@
-"""What a request may ask for, and how it is refused."""
+"""Limits of requests, and refusals."""
 
 from __future__ import annotations
 

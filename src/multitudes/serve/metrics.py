@@ -16,7 +16,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class _Histogram:
-    """How many values lie up to each bound."""
+    """Counts of values up to each bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0

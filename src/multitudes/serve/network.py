@@ -61,7 +61,7 @@ class ServedNetwork:
         self.members = self.predict(example).members  # the first batch takes longest: ways to run are tried on it
 
     def predict(self, x: Tensor) -> Predictive:
-        """What the network predicts of inputs `[N, ...]`."""
+        """Predict inputs `[N, ...]`."""
         seed = self.seed if self.draws else None
         return self.trained.predict(x, seed=seed, precision=self._precision, progress=False, by=self._quick)
 

@@ -1,4 +1,4 @@
-"""What OpenAPI says of each address: bodies, parameters and answers."""
+"""Descriptions of the addresses for OpenAPI: bodies, parameters and answers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from multitudes.serve.limits import Limits, Refused
 __all__ = ["FORMATS", "notes_on", "read_request"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
-"""Of images: those that Pillow decodes by itself. Others may start programs, as PostScript does."""
+"""Formats of images that Pillow decodes by itself. Others may start programs, as PostScript does."""
 
 NAME = "the request"
 """In sentences about bad rows."""
@@ -107,7 +107,7 @@ def _json(text: str) -> Any:
 
 
 def _called(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """The type of a value of JSON, in words."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 

@@ -35,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(listening: socket.socket) -> bool:
-    """Whether only this machine can connect."""
+    """Return whether only this machine can connect."""
     return ip_address(str(listening.getsockname()[0])).is_loopback
 
 

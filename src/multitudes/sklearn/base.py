@@ -1,4 +1,4 @@
-"""What both estimators share: reading a table, training on it, and what is told of the predictions."""
+"""The base of both estimators: reading a table, training on it, and reading the predictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from multitudes.core.seeding import mixed
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.columns import Column
 from multitudes.data.preprocessing import Preprocessing, layout_of, mean_std
-from multitudes.data.splits import spread
+from multitudes.data.splits import fold_rows, spread
 from multitudes.evaluation.calibrate import helpful_scaling
 from multitudes.evaluation.conformal import Conformal
 from multitudes.methods.registry import chosen, collect
@@ -34,7 +34,7 @@ from multitudes.sklearn.learned import SEED, Learned, predicted
 from multitudes.sklearn.training import Recipe, threads, trained
 from multitudes.training.fit import Epoch
 
-__all__ = ["MultitudeEstimator", "Table", "folds_of"]
+__all__ = ["MultitudeEstimator", "Table"]
 
 Job = tuple[Recipe, TensorDataset, TensorDataset | None, Any, int]
 """The arguments of `trained`."""
@@ -141,16 +141,14 @@ class MultitudeEstimator(BaseEstimator):
         if folds is not None:
             if type(folds) is not int or not 2 <= folds <= len(groups):
                 raise ValueError(f"folds must be a whole number from 2 to the {len(groups)} rows, got {folds!r}")
-            return folds_of(groups, folds, seed)
+            return [_apart(every, fold_rows(groups, folds, fold, seed)) for fold in range(folds)]
         if share is None:
             return [(every, every[:0])]
         check_number("validation", share, 0, above=True, below=1)
         several = every[(groups.bincount()[groups] > 1)]
         count = min(max(1, round(share * len(groups))), len(several) - 1)
         held = several[spread(groups[several], count, seed)] if count > 0 else every[:0]
-        kept = torch.ones(len(groups), dtype=torch.bool)
-        kept[held] = False
-        return [(every[kept], held)]
+        return [_apart(every, held)]
 
     def _learn(self, table: Table, y: Tensor, groups: Tensor, weight: Tensor | None, recipe: Recipe) -> None:
         """Train on a table, with targets as classes `[N]` or numbers `[N, D]`."""
@@ -185,10 +183,10 @@ class MultitudeEstimator(BaseEstimator):
         self.model_: Learned = learned
 
     def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:
-        """Networks trained one after the other, or those of folds side by side, each with one thread."""
+        """Networks trained one after the other, or those of folds side by side."""
         count = self._count()
         if count is not None and count > 1 and len(jobs) > 1:
-            return list(Parallel(n_jobs=count)(delayed(_alone)(job) for job in jobs))
+            return list(Parallel(n_jobs=count)(delayed(trained)(*job) for job in jobs))
         with threads(count):
             return [trained(*job) for job in jobs]
 
@@ -228,7 +226,7 @@ class Table:
 
 
 def _prepared(table: Table, y: Tensor, rows: Tensor, outputs: int) -> Learned:
-    """How rows become inputs and targets, fitted to these."""
+    """Fit the preprocessing of inputs and targets to these rows."""
     encoder = fitted_encoder(table.columns, rows, table.read_as, table.numbers)
     x = encoded(encoder, table.columns)[rows]
     preprocessing = Preprocessing.fitted(x, [number for each in encoder.features for number in each.numeric])
@@ -236,19 +234,8 @@ def _prepared(table: Table, y: Tensor, rows: Tensor, outputs: int) -> Learned:
     return Learned(encoder, preprocessing, (), outputs, center, scale)
 
 
-def folds_of(groups: Tensor, folds: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """So many times the rows that train and those that are left out, each left out once, from each group its share.
-
-    >>> classes = torch.tensor([0, 1, 0, 1])
-    >>> [sorted(classes[held].tolist()) for _, held in folds_of(classes, 2, seed=0)]
-    [[0, 1], [0, 1]]
-    """
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
-    order = order[groups[order].argsort(stable=True)]
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) % folds)
-    return [((place != fold).nonzero().flatten(), (place == fold).nonzero().flatten()) for fold in range(folds)]
-
-
-def _alone(job: Job) -> tuple[Multitude, list[Epoch]]:
-    with threads(1):
-        return trained(*job)
+def _apart(every: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that train, and those that are held out."""
+    kept = torch.ones(len(every), dtype=torch.bool)
+    kept[held] = False
+    return every[kept], held

@@ -110,7 +110,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         return self._read(columns, read)[0]
 
     def uncertainty(self, X: Any) -> dict[str, Any]:
-        """How unsure the prediction of each row is, in nats: `total`, `aleatoric` and `epistemic`, `[N]` each.
+        """Return the uncertainty of each row in nats: `total`, `aleatoric` and `epistemic`, `[N]` each.
 
         The total is the entropy of the members' mean, the aleatoric part the mean of their entropies, and the epistemic
         part the rest, the mutual information: what more data could remove.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multitudes.core.archives import read_tensors, write_tensors
+from multitudes.core.archives import below, grouped, read_tensors, write_tensors
 from multitudes.core.files import DamagedError
 from multitudes.core.multitude import Multitude
 from multitudes.data.features import feature_of
@@ -29,7 +29,7 @@ __all__ = ["load", "save"]
 
 ENTRY, FORMAT = "multitudes.sklearn", 1
 OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
-"""What an estimator has learned beside its model."""
+"""Fitted attributes beside the model."""
 
 
 # -- saving ------------------------------------------------------------------------------------------------
@@ -38,24 +38,24 @@ OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
 def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """Write a fitted estimator to a file; gives its path."""
     path, model = check_path(path), estimator.model_
-    parts = [to_parts(net) for net in model.networks]
-    tensors = {f"networks/{number}/{name}": t for number, (_, own) in enumerate(parts) for name, t in own.items()}
-    tensors |= {f"preprocessing/{name}": tensor for name, tensor in model.preprocessing.state_dict().items()}
-    tensors |= {f"target/{name}": t for name in ("center", "scale") if (t := getattr(model, name)) is not None}
+    networks = [to_parts(net) for net in model.networks]
+    parts = {f"networks/{number}": own for number, (_, own) in enumerate(networks)}
+    parts["preprocessing"] = model.preprocessing.state_dict()
+    parts["target"] = {name: t for name in ("center", "scale") if (t := getattr(model, name)) is not None}
     about = {
         "format": FORMAT, "estimator": type(estimator).__name__, "params": _params(estimator),
         "own": {name: _learned(name, getattr(estimator, name)) for name in OWN if hasattr(estimator, name)},
         "features": [feature.plain() for feature in model.encoder.features],
         "reading": [reading.plain() for reading in model.encoder.reading],
-        "networks": [header for header, _ in parts], "outputs": model.outputs,
+        "networks": [header for header, _ in networks], "outputs": model.outputs,
     }  # fmt: skip
     if model.scaling is not None:
         about["scaling"] = model.scaling.settings
-        tensors |= {f"scaling/{name}": tensor for name, tensor in model.scaling.tensors.items()}
+        parts["scaling"] = model.scaling.tensors
     if model.conformal is not None:
         about["score"] = asdict(model.conformal.score)
-        tensors |= {f"conformal/{name}": getattr(model.conformal, name) for name in ("scores", "shares")}
-    return write_tensors(path, {name: t.contiguous() for name, t in tensors.items()}, ENTRY, about, "saving a model")
+        parts["conformal"] = {name: getattr(model.conformal, name) for name in ("scores", "shares")}
+    return write_tensors(path, grouped(parts), ENTRY, about, "saving a model")
 
 
 def _params(estimator: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _params(estimator: Any) -> dict[str, Any]:
 
 
 def _learned(name: str, value: Any) -> Any:
-    """What was learned, for JSON."""
+    """A fitted attribute as JSON has it."""
     if name == "history_":
         return [[asdict(epoch) for epoch in epochs] for epochs in value]
     if isinstance(value, np.ndarray):
@@ -114,23 +114,19 @@ def _loaded(cls: type, about: Mapping[str, Any], tensors: Mapping[str, Tensor], 
     own = None if module is None else made(module, len(encoder.names), about["outputs"])
     networks = []
     for number, header in enumerate(about["networks"]):
-        net = from_parts(header, _under(f"networks/{number}", tensors), own)
+        net = from_parts(header, below(f"networks/{number}", tensors), own)
         assert isinstance(net, Multitude)
         networks.append(net.eval())
     scaling = conformal = None
     if "scaling" in about:
-        scaling = read_calibration(about["scaling"], _under("scaling", tensors))
+        scaling = read_calibration(about["scaling"], below("scaling", tensors))
     if "score" in about:
-        conformal = Conformal(ConformalScore(**about["score"]), **_under("conformal", tensors))
+        conformal = Conformal(ConformalScore(**about["score"]), **below("conformal", tensors))
     estimator.model_ = Learned(
-        encoder, Preprocessing(**_under("preprocessing", tensors)), tuple(networks),
-        about["outputs"], **_under("target", tensors), scaling=scaling, conformal=conformal,
+        encoder, Preprocessing(**below("preprocessing", tensors)), tuple(networks),
+        about["outputs"], **below("target", tensors), scaling=scaling, conformal=conformal,
     )  # fmt: skip
     return estimator
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{prefix}/"): t for name, t in tensors.items() if name.startswith(f"{prefix}/")}
 
 
 def _restored(name: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ __all__ = ["check_names", "columns_of", "encoded", "fitted_encoder", "is_frame",
 
 
 def is_frame(X: Any) -> bool:
-    """Whether this is a table with named columns: of pandas, of polars or of Arrow."""
+    """Return whether this is a table with named columns: of pandas, of polars or of Arrow."""
     if _is(X, "polars", "LazyFrame"):
         raise ValueError("X must be a frame that is there, got polars' LazyFrame: call X.collect() first")
     return _is(X, "pandas", "DataFrame") or _is(X, "polars", "DataFrame") or _is(X, "pyarrow", "Table")
@@ -96,7 +96,7 @@ def _categorical(pa: Any, array: Any) -> bool:
 def fitted_encoder(
     columns: Mapping[str, Column], rows: torch.Tensor, read_as: Mapping[str, str], numbers: bool
 ) -> TableEncoder:
-    """How columns become features, fitted to these rows; those of an array are `numbers`, whatever they look like.
+    """Fit an encoder of columns to these rows; the columns of an array are `numbers`, whatever they look like.
 
     What is left out of a frame (ids, constants, texts that are all different) is told in a warning; where that is all
     of it, nothing is left out but what has no values.

@@ -1,4 +1,4 @@
-"""What an estimator has learned: how rows become features, networks, and what held-out rows tell of their errors."""
+"""The fitted part of an estimator: an encoder of rows, networks, and their calibration on held-out rows."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from multitudes.sklearn.inputs import encoded
 __all__ = ["Learned", "predicted"]
 
 ROWS = 1024
-"""How many rows are predicted together."""
+"""Rows that are predicted together."""
 SEED = 0
-"""Of the draws of networks that draw: the same rows get the same predictions."""
+"""The seed of the draws of networks that draw, so that the same rows get the same predictions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Learned:
     # -- predictions -------------------------------------------------------------------------------------
 
     def seen(self, columns: Mapping[str, Column]) -> Tensor:
-        """What the networks see of rows, `[N, F]`."""
+        """The inputs of the networks for rows, `[N, F]`."""
         return self.preprocessing(encoded(self.encoder, columns))
 
     def predictive(self, x: Tensor) -> Predictive:
@@ -130,6 +130,6 @@ def _in_float64(net: Multitude, inputs: int) -> Multitude:
 
 
 def predicted(net: Multitude, x: Tensor) -> Predictive:
-    """What a network says of inputs `[N, F]`, on the CPU."""
+    """Predict inputs `[N, F]`; the predictions are on the CPU."""
     like = next((parameter for parameter in net.parameters()), x)
     return net.predict(x.to(like.device, like.dtype), seed=SEED).cpu()

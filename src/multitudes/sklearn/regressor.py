@@ -109,7 +109,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
         return np.stack(self._read(columns, read), 1)
 
     def uncertainty(self, X: Any) -> dict[str, Any]:
-        """How unsure the prediction of each row is, as variances: `total`, `aleatoric` and `epistemic`, like the means.
+        """Return the uncertainty of each row as variances: `total`, `aleatoric` and `epistemic`, shaped like the means.
 
         The aleatoric part is the noise that the members predict, the epistemic one the variance of their means: what
         more data could remove. They add up to the total.

@@ -38,21 +38,16 @@ class RowBatches:
 
     def __init__(self, rows: TensorDataset, size: int, seed: int, streams: int = 1) -> None:
         self.rows, self.size, self.seed, self.streams = rows, min(size, len(rows)), seed, streams
-        self.epoch, self._first = 0, 0
+        self.epoch = 0
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.rows), self.size)
         return whole + (rest > 1)
 
-    def start(self, epoch: int, batch: int = 0) -> None:
-        """Begin the next iteration with this batch of this epoch."""
-        self.epoch, self._first = epoch, batch
-
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        first, self._first = self._first, 0
         generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
         order = torch.stack([torch.randperm(len(self.rows), generator=generator) for _ in range(self.streams)])
-        for rows in order.split(self.size, 1)[first : len(self)]:
+        for rows in order.split(self.size, 1)[: len(self)]:
             yield self.rows[rows.flatten().to(self.rows.tensors[0].device)]
         self.epoch += 1
 
@@ -79,7 +74,7 @@ def made(module: Any, inputs: int, outputs: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is built and trained: `given` are the arguments of an estimator, checked."""
+    """Settings by which a network is built and trained: `given` are the arguments of an estimator, checked."""
 
     method: Method
     settings: Mapping[str, Any]
@@ -97,7 +92,8 @@ class Recipe:
             try:
                 shape = list(call(network, example).shape)
             except RuntimeError as error:
-                raise ValueError(f"module must take rows of {inputs} features, got: {_first_line(error)}") from error
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"module must take rows of {inputs} features, got: {reason}") from error
         if shape != [len(example), self.outputs]:
             raise ValueError(f"module must give {self.outputs} outputs for each row, got predictions of shape {shape}")
         return self.prepared(self.method.build(network, example, self.settings, seed))
@@ -114,10 +110,6 @@ class Recipe:
         """How so many rows are trained on: as studies do it, but for what was given."""
         own = {name: self.given[name] for name in ("epochs", "lr", "weight_decay", "batch_size")}
         return {**table_training(rows), **{name: value for name, value in own.items() if value not in (None, "auto")}}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 def trained(

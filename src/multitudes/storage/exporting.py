@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, tensors_in, tile
+from multitudes.core.calling import Input, call, mapped, tensors_in, tile
 from multitudes.core.checks import needed
 from multitudes.core.copying import copied
 from multitudes.core.draws.frozen import Frozen
@@ -32,12 +32,13 @@ from multitudes.storage.rewriting import REWRITTEN
 
 __all__ = [
     "Apart",
+    "check_example",
+    "check_packages",
     "export",
     "input_names",
     "keep_numbers",
     "members_apart",
     "opened",
-    "operators",
     "reason",
     "take_texts",
     "tensor_names",
@@ -73,12 +74,25 @@ class Apart(nn.Module):
         return self.net(x) if isinstance(self.net, Multitude) else call(self.net, x).unsqueeze(0)
 
 
-def keep_numbers(module: nn.Module, *tensors: Tensor) -> None:
+def check_example(example: Input) -> None:
+    """Raise a ValueError where an example is no batch of inputs."""
+    tensors = tensors_in(example)
+    if not tensors or not tensors[0].dim() or not len(tensors[0]):
+        raise ValueError("example must be one batch of inputs, of one input at least")
+
+
+def check_packages(what: str) -> None:
+    """Raise an ImportError where a package is missing that `what` needs to write and run ONNX files."""
+    for module in ("onnxruntime", "onnx", "onnxscript"):
+        needed(module, "onnx", what)
+
+
+def keep_numbers(module: nn.Module, example: Input) -> None:
     """Run a module once, from when on the numbers of its frozen layers are constants."""
     for each in module.modules():
         if isinstance(each, Frozen):
             each.kept = []
-    module(*tensors)
+    module(example)
 
 
 def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
@@ -109,6 +123,18 @@ def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
 # -- the exporter ------------------------------------------------------------------------------------------
 
 
+class _OfTensors(nn.Module):
+    """A module as a function of the tensors in its input."""
+
+    def __init__(self, module: nn.Module, example: Input) -> None:
+        super().__init__()
+        self.module, self.example = module, example
+
+    def forward(self, *tensors: Tensor) -> Any:
+        given = iter(tensors)
+        return self.module(mapped(lambda _: next(given), self.example))
+
+
 def export(
     module: nn.Module,
     example: Input,
@@ -118,7 +144,7 @@ def export(
     outputs: Sequence[str],
     about: Mapping[str, Any],
 ) -> None:
-    """Write a module of the tensors in `example`, its `forward(*tensors)`, for batches of any size, as one file."""
+    """Write a module of inputs like `example`, for batches of any size, as one file."""
     given = tensors_in(example)
     batched = [tensor.shape[:1] == given[0].shape[:1] for tensor in given]
     # Of a batch of one, torch takes the one for a constant.
@@ -127,7 +153,9 @@ def export(
     try:
         with _quiet():
             # By torch.export itself: the exporter would go on to ways that take a branch for the only one.
-            traced = torch.export.export(module, tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False)
+            traced = torch.export.export(
+                _OfTensors(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
+            )
             program = torch.onnx.export(
                 traced.run_decompositions(REWRITTEN),
                 dynamo=True,
@@ -209,7 +237,7 @@ def _refusal(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What was the first to go wrong, in one line."""
+    """The first cause of an error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -227,12 +255,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def operators(path: Path) -> set[str]:
-    """The names of a file's operators."""
-    model = importlib.import_module("onnx").load(path)
-    return {node.op_type for node in model.graph.node} | {node.op_type for f in model.functions for node in f.node}
 
 
 # -- running it --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a user's modules hold that is no plain value: objects, whose plain parts a file keeps, and functions.
+"""Attributes of a user's modules that are no plain values: objects, whose plain parts a file keeps, and functions.
 
 A configuration, a dataclass or a namespace is the given network's own, with the values that it had when it was saved.
 What then still differs (a function, a tensor in a list, another class) is no file's to hold, and is refused.
@@ -25,7 +25,7 @@ _MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_<])")
 
 
 def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str, Any]:
-    """What a module holds under these names, in words and in plain parts; what was `seen` before is told once."""
+    """Describe what a module holds under these names, with its plain parts; what was `seen` before is left out."""
     held: dict[str, str] = {}
     parts: dict[str, Any] = {}
     for key in keys:
@@ -45,8 +45,6 @@ def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
         if key in vars(module):
             _put_back(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
-        if key in FLAT_WEIGHTS:  # of files from before these were left out
-            continue
         got = described(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"

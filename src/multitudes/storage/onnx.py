@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, mapped, moved, plain_attention, rows, tensors_in, tile
+from multitudes.core.calling import Input, moved, plain_attention, rows, tensors_in, tile
 from multitudes.core.checks import check_number, needed
 from multitudes.core.copying import copied
 from multitudes.core.files import replacing
@@ -23,6 +23,8 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.exporting import (
     Apart,
+    check_example,
+    check_packages,
     export,
     keep_numbers,
     members_apart,
@@ -70,7 +72,7 @@ def to_onnx(
 
 @dataclass(frozen=True)
 class Raw:
-    """What a file takes in place of the network's input, and the units in which it answers.
+    """Raw inputs that a file takes in place of the network's own, and the units in which it answers.
 
     `example` is one batch of its inputs by name, of which `prepare` makes the input of the network. Of those in
     `texts`, which are numbers to torch, the file takes texts: `texts[name]` has the number of each, and under None that
@@ -112,10 +114,8 @@ def write_onnx(
             )
         net = Multitude(net)
     check_number("tolerance", tolerance, 0, above=True)
-    if not tensors_in(example) or tensors_in(example)[0].dim() == 0 or len(tensors_in(example)[0]) == 0:
-        raise ValueError("example must be one batch of inputs, of one input at least")
-    for module in ("onnxruntime", "onnx", "onnxscript"):
-        needed(module, "onnx", "to_onnx")
+    check_example(example)
+    check_packages("to_onnx")
     example = moved(example, "cpu")
     frozen = freeze(members_apart(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
@@ -133,8 +133,7 @@ def write_onnx(
 
 
 class _Answers(nn.Module):
-    """A deterministic multitude with the file's outputs; its inputs are the tensors that a network is called with, or
-    raw ones."""
+    """A deterministic multitude with the file's outputs; its input is that of the network, or a raw one."""
 
     def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
         super().__init__()
@@ -146,11 +145,9 @@ class _Answers(nn.Module):
         read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
         self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
         self.classes, self.outputs = read.reading.classes, read.reading.outputs
-        keep_numbers(self, *tensors_in(self.example))
+        keep_numbers(self, self.example)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        own = iter(tensors)
-        given: Any = mapped(lambda _: next(own), self.example)
+    def forward(self, given: Any) -> tuple[Tensor, ...]:
         predictive = Predictive(self.network(given if self.raw is None else self.raw.prepare(given)), **self.reading)
         if self.calibration is not None:
             predictive = self.calibration(predictive)
@@ -171,7 +168,7 @@ class _Answers(nn.Module):
         return values * self.raw.std + (self.raw.mean if name in VALUES else 0.0)
 
     def difference(self, name: str, got: Tensor, want: Tensor) -> Tensor:
-        """How much an output differs, in the units of the network, relative to values above 1."""
+        """Return how much an output differs, in the units of the network, relative to values above 1."""
         if self.raw is None or self.classes:
             return (got - want).abs() / want.abs().clamp(min=1)
         rounded = 4 * torch.finfo(torch.float32).eps * want.abs()
@@ -188,7 +185,7 @@ class _Answers(nn.Module):
 
 def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
     tensors = tensors_in(x)
-    want = dict(zip(answers.outputs, answers(*tensors), strict=True))
+    want = dict(zip(answers.outputs, answers(x), strict=True))
     names = list(answers.example) if answers.raw else answers.inputs()
     own = [answers.raw.written(name, x) if answers.raw else x.numpy() for name, x in zip(names, tensors, strict=True)]
     feed = dict(zip(answers.inputs(), own, strict=True))

@@ -38,12 +38,12 @@ def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """How far two numbers are apart; two infinities of one sign are not."""
+    """The distance of two numbers; 0 for two infinities of one sign."""
     return torch.where(x == y, torch.zeros_like(x), (x - y).abs())
 
 
 def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Of all the numbers up to each, beside each other: what is a sum of all in between loses the small ones."""
+    """Logarithm of the sum up to each number, each computed anew: a running sum would lose the small ones."""
     x = x.movedim(dim, -1)
     before = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
     return torch.where(before, x.unsqueeze(-2), -torch.inf).logsumexp(-1).movedim(-1, dim)
@@ -90,7 +90,7 @@ def _alike(x: Number, y: Number) -> tuple[Tensor, Tensor]:
 
 
 def _signbit(x: Tensor) -> Tensor:
-    """Whether a number is below 0, or is the zero that is."""
+    """Return whether a number is below 0, or is the zero that is."""
     return (x < 0) | ((x == 0) & (1 / x < 0)) if x.is_floating_point() else x < 0
 
 
@@ -151,7 +151,7 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """How many knots `[..., K]` are below each value `[..., N]`, or on the right side not above it."""
+    """Return how many knots `[..., K]` are below each value `[..., N]`, or on the right side not above it."""
     if sorter is not None:
         _refused("torch.searchsorted with a sorter")()
     knots, values = knots.unsqueeze(-2), values.unsqueeze(-1)
@@ -169,7 +169,7 @@ def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    """What the exporter would write, although ONNX cannot compute it well."""
+    """Refuse a function that the exporter would write, although ONNX cannot compute it well."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"ONNX has no operator for {name}")
@@ -185,16 +185,16 @@ def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
 
 
 def _std_mean(
-    x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    x: Tensor,
+    dim: list[int] | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of which the exporter makes an error in a program whose functions have been replaced."""
-    return torch.std(x, dim, correction=1 if correction is None else correction, keepdim=keepdim), x.mean(dim, keepdim)
-
-
-def _std_mean_of(
-    x: Tensor, dim: list[int] | None, unbiased: bool = True, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _std_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
+    """Two functions, since the exporter fails on the one in a program whose functions have been replaced."""
+    correction = int(unbiased) if correction is None else correction
+    return torch.std(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim)
 
 
 def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
@@ -202,7 +202,7 @@ def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    """Of three dimensions, as of four with one head: the exporter knows no other."""
+    """Attention of three dimensions as of four with one head: the exporter knows no other."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     if query.dim() != 3 or enable_gqa or dropout_p:
         return NotImplemented
@@ -234,10 +234,9 @@ REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.special_log_ndtr.default: _refused("torch.special.log_ndtr"),
     aten.special_erfcx.default: _refused("torch.special.erfcx"),
     aten.rrelu.default: _rrelu,
-    aten.std_mean.correction: _std_mean,
-    aten.std_mean.dim: _std_mean_of,
-    aten.std_mean.default: lambda x, unbiased=True: _std_mean_of(x, None, unbiased),
+    **dict.fromkeys((aten.std_mean.correction, aten.std_mean.dim), _std_mean),
+    aten.std_mean.default: lambda x, unbiased=True: _std_mean(x, None, unbiased),
     aten.cdist.default: _cdist,
     aten.scaled_dot_product_attention.default: _attention,
 }
-"""What stands for an operator of torch's in an export; NotImplemented where it stays as it is."""
+"""Functions in place of torch's operators in an export; NotImplemented keeps the operator."""

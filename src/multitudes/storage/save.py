@@ -55,7 +55,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
 
 
 def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a file holds of a multitude: its structure in plain values, and its tensors by name."""
+    """Take a multitude apart: its structure in plain values, and its tensors by name."""
     header: dict[str, Any] = {}
     fitted: dict[str, Tensor] = {}
     if isinstance(net, Calibrated):
@@ -128,7 +128,7 @@ def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Where a file can be written, before any work is done for it."""
+    """Check that a file can be written at a path, before any work is done for it."""
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
@@ -138,64 +138,47 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 # -- tensors of every kind as plain ones -------------------------------------------------------------------
 
 Form = dict[str, Any]
-"""How a tensor was taken apart: its layout, its shape, and whether its numbers are complex."""
+"""Form of a tensor that was taken apart: its layout, its shape, and whether its numbers are complex."""
 
-_PARTS: dict[str, tuple[str, ...]] = {
-    "sparse_coo": ("indices", "values"),
-    "sparse_csr": ("crow_indices", "col_indices", "values"),
-    "sparse_csc": ("ccol_indices", "row_indices", "values"),
-}
+_SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 
 
 def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Form]]:
-    """The tensors as real and dense ones on the CPU, each in memory of its own, and the forms of those taken apart."""
+    """The tensors as real and dense ones on the CPU, and the forms of those taken apart."""
     parts: dict[str, Tensor] = {}
     forms: dict[str, Form] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu()
         layout = str(tensor.layout).removeprefix("torch.")
-        if tensor.is_quantized or (layout != "strided" and layout not in _PARTS):
+        if tensor.is_quantized or (layout != "strided" and layout not in _SPARSE):
             kind = "quantized" if tensor.is_quantized else layout
             raise ValueError(f"tensor {name!r} is {kind}, which a file cannot hold")
         if layout == "strided" and not tensor.is_complex():
-            parts[name] = tensor.contiguous().clone()
+            parts[name] = tensor
             continue
         forms[name] = {"layout": layout, "shape": list(tensor.shape), "complex": tensor.is_complex()}
-        if layout == "strided":
-            parts[f"{name}#values"] = _real(tensor)
-            continue
-        tensor = tensor.coalesce() if layout == "sparse_coo" else tensor
-        parts |= {f"{name}#{part}": _real(getattr(tensor, part)()) for part in _PARTS[layout]}
+        if layout != "strided":
+            tensor = tensor.to_sparse_coo().coalesce()
+            parts[f"{name}#indices"], tensor = tensor.indices(), tensor.values()
+        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        parts[f"{name}#values"] = tensor
     return parts, forms
-
-
-def _real(tensor: Tensor) -> Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.contiguous().clone()
 
 
 def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
     """The tensors that `plain_parts` took apart, and all others as they are; an error where parts do not fit."""
-    try:
-        return _whole(parts, forms)
-    except RuntimeError as error:
-        raise ValueError(f"the file is damaged: the parts of a tensor do not fit together ({error})") from error
-
-
-def _whole(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in parts.items() if name.rpartition("#")[0] not in forms}
     for name, form in forms.items():
         values = parts[f"{name}#values"]
-        values = torch.view_as_complex(values) if form["complex"] else values
-        if form["layout"] == "strided":
-            tensors[name] = values
-        elif form["layout"] == "sparse_coo":
-            indices = parts[f"{name}#indices"]
-            tensors[name] = torch.sparse_coo_tensor(
-                indices, values, form["shape"], is_coalesced=True, check_invariants=True
-            )
-        else:
-            inner, outer = (parts[f"{name}#{part}"] for part in _PARTS[form["layout"]][:-1])
-            make: Any = torch.sparse_csr_tensor if form["layout"] == "sparse_csr" else torch.sparse_csc_tensor
-            tensors[name] = make(inner, outer, values, form["shape"], check_invariants=True)
+        try:
+            values = torch.view_as_complex(values) if form["complex"] else values
+            if form["layout"] != "strided":
+                indices, shape = parts[f"{name}#indices"], form["shape"]
+                values = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
+                values = values if form["layout"] == "sparse_coo" else values.to_sparse(layout=_SPARSE[form["layout"]])
+        except RuntimeError as error:
+            raise ValueError(
+                f"the file is damaged: the parts of tensor {name!r} do not fit together ({error})"
+            ) from error
+        tensors[name] = values
     return tensors

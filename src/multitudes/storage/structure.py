@@ -142,7 +142,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
 
 
 def _hooks(module: nn.Module) -> int:
-    """How many forward hooks a module has, beside those that are made again."""
+    """Return how many forward hooks a module has, beside those that are made again."""
     own = 2 * len(attached(module))  # one before the forward, and one after it
     own += len(lazy_hooks(module._forward_hooks))
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
@@ -253,7 +253,7 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
     notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
     at: dict[str, list[Node]] = {}
     for node in nodes:
-        at.setdefault(str(node.get("place", node["path"])), []).append(node)
+        at.setdefault(str(node["place"]), []).append(node)
     for place, those in at.items():
         if place not in there and any(map(_has_weights, those)):
             raise ValueError(
@@ -265,7 +265,7 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
 
 
 def _has_weights(node: Node) -> bool:
-    """Whether a node is a layer of the user's network, or has taken one's place: what methods add has other tensors."""
+    """Return whether a node is a layer of the user's network or a converted one, and not an addition of a method."""
     names = node.get("parameters", {})
     return "weight" in names or (bool(names) and not _of_library_named(node))
 
@@ -318,7 +318,7 @@ def _copies(
     """
     memo: dict[int, Any] = {}
     for number in numbers:
-        counterpart = there.get(nodes[number]["place"]) if "place" in nodes[number] else None
+        counterpart = there.get(nodes[number]["place"])
         if number in bare and counterpart is not None and "shares" not in nodes[number]:
             memo.setdefault(id(counterpart), bare[number])
     own = {number: there[nodes[number]["origin"]] for number in numbers if "origin" in nodes[number]}
@@ -346,7 +346,7 @@ def _bare(name: str) -> nn.Module:
 
 
 def _check_members(module: nn.Module) -> None:
-    """That there are so many members as can be: a file from somebody else may say any number."""
+    """Check the number of members: a file from somebody else may hold any."""
     members = vars(module).get("members", 1)
     if isinstance(module, Multitude) and (type(members) is not int or not 1 <= members <= MOST_MEMBERS):
         raise ValueError(f"the file is damaged: a network has 1 to {MOST_MEMBERS} members, and it says {members!r}")
@@ -391,7 +391,7 @@ def _of_library(kind: type[nn.Module]) -> bool:
 
 
 def _is_known(kind: type[nn.Module]) -> bool:
-    """Whether a class can be found again by its name: one of torch's, or of this library."""
+    """Return whether a class can be found again by its name: one of torch's, or of this library."""
     return (_of_library(kind) or kind.__module__.startswith("torch.nn.modules.")) and "." not in kind.__qualname__
 
 

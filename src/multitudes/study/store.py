@@ -8,14 +8,14 @@
     costs.json           how long predicting and training take, measured when all jobs are done
     baselines.json       what predicts without a network, and how well
     importance.json      which columns of a table matter
-    jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.npz and, last, metrics.json
+    jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.safetensors and,
+                         last, metrics.json
     report.html
 
 A file is written under another name and renamed when it is whole, and holds a checksum of itself, its seal
 (`multitudes.core.files`). `metrics.json` lists the seals of the job's other files. A job is done when its
-`metrics.json` is there and all of them are whole. All is JSON, TOML, safetensors and NumPy arrays, so that reading a
-run never runs code: a network of the user's own code is built from a file in the user's hand, never from one that a
-run names.
+`metrics.json` is there and all of them are whole. All is JSON, TOML and safetensors, so that reading a run never runs
+code: a network of the user's own code is built from a file in the user's hand, never from one that a run names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from multitudes.core.archives import reading_arrays
+from multitudes.core.archives import ARRAYS, read_tensors
 from multitudes.core.files import (
     BLANK,
     UNFINISHED,
@@ -42,13 +42,14 @@ from multitudes.core.files import (
     write_json,
 )
 
-__all__ = ["AGAIN", "Job", "Run", "failure_in", "write_atomically"]
+__all__ = ["AGAIN", "PREDICTIONS", "Job", "Run", "failure_in", "write_atomically"]
 
 AGAIN = "the command that made it, given once more, does this job again"
 WRITTEN_AGAIN = "the command that made the run writes it again"
 SEALED = "# sha256 "
 """How a study.toml begins that a run has written."""
-FILES = ("config.json", "model.safetensors", "predictions.npz")
+PREDICTIONS = "predictions.safetensors"
+FILES = ("config.json", "model.safetensors", PREDICTIONS)
 """What `metrics.json` names the seals of."""
 
 
@@ -124,12 +125,12 @@ class Job:
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """NumPy arrays by name; none where there is no `predictions.npz`."""
-        path = self.directory / "predictions.npz"
+        """NumPy arrays by name; none where the file is missing."""
+        path = self.directory / PREDICTIONS
         if not path.is_file():
             return {}
-        with reading_arrays(path, "the predictions of a job") as arrays:
-            return dict(arrays)
+        tensors, _ = read_tensors(path, ARRAYS, "the predictions of a job")
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
         """The events in `log.jsonl` from byte `start` on, of whole lines, and the byte at which they end."""

@@ -27,7 +27,7 @@ from multitudes.storage.save import save
 from multitudes.study import costs
 from multitudes.study.assignment import Assignment, Batches
 from multitudes.study.measuring import calibrated, measured
-from multitudes.study.store import Job
+from multitudes.study.store import PREDICTIONS, Job
 from multitudes.training.checkpoint import saved_step
 from multitudes.training.fit import Epoch, Progress, fit
 from multitudes.training.recorder import Recorder
@@ -79,7 +79,7 @@ def _run(job: Assignment, log: _Log) -> None:
         final = calibrated(net, job.data, job.config["evaluation"])
         found = measured(final, job.data, job.config["evaluation"])
     save(final, job.directory / "model.safetensors")
-    write_arrays(job.directory / "predictions.npz", found.predictions, "the predictions of a job")
+    write_arrays(job.directory / PREDICTIONS, found.predictions, "the predictions of a job")
     result = {
         "scores": found.scores.table(),
         "by_size": found.by_size,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from multitudes.core.archives import read_tensors, write_tensors
+from multitudes.core.archives import below, grouped, read_tensors, write_tensors
 from multitudes.core.checks import needed
 from multitudes.core.devices import device_in
 from multitudes.core.files import DamagedError
@@ -25,11 +25,11 @@ __all__ = ["Checkpoint", "TrainingState", "random_state", "saved_step", "set_ran
 
 Tensors = dict[str, Tensor]
 WITHIN = 30
-"""How many times longer than at its end it takes within an epoch until a checkpoint is due."""
+"""Factor by which a checkpoint within an epoch is due later than at its end."""
 ENTRY = "training"
 """The entry of the file's header that holds all but the tensors."""
 OF_TENSORS = ("epoch_random", "best", "average")
-"""What of a `TrainingState` is tensors by name."""
+"""Fields of a `TrainingState` that are tensors by name."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Checkpoint:
     every: float
     """The seconds from one writing to the end of an epoch after which it is written again."""
     of: str = ""
-    """What is trained, where tensors and settings alone would not tell it from others."""
+    """A name for what is trained, where tensors and settings alone would not tell it from others."""
 
     def __post_init__(self) -> None:
         needed("safetensors.torch", "safetensors", "checkpoint=")
@@ -89,7 +89,7 @@ class Checkpoint:
         self.written, self.cost = time.monotonic(), 0.0
 
     def due(self, epoch_ended: bool) -> bool:
-        """Whether it is time to write: sooner at the end of an epoch, and for at most 5 % of the time."""
+        """Return whether it is time to write: sooner at the end of an epoch, and for at most 5 % of the time."""
         wait = self.every if epoch_ended else WITHIN * self.every
         return time.monotonic() - self.written >= max(wait, 20 * self.cost)
 
@@ -99,18 +99,12 @@ class Checkpoint:
         plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in OF_TENSORS}
         parts = {"net": tensors_of(net.state_dict()), "random": random_state(device_in(net))}
         parts |= {name: getattr(state, name) for name in OF_TENSORS}
-        tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
-        slots = optimizer.state_dict()
-        numbers: dict[str, Any] = {}
-        for index, values in slots["state"].items():
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{index}/{key}"] = value
-                else:
-                    numbers[f"{index}/{key}"] = value
+        slots = {str(index): values for index, values in optimizer.state_dict()["state"].items()}
+        held = grouped(slots)
+        parts["optimizer"] = tensors_of(held)
+        numbers = {place: value for place, value in held.items() if place not in parts["optimizer"]}
         about = {"of": self.of, "state": plain, "optimizer": numbers, "settings": settings}
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        write_tensors(self.path, copies, ENTRY, about, "checkpoint=")
+        write_tensors(self.path, grouped(parts), ENTRY, about, "checkpoint=")
         self.written = time.monotonic()
         self.cost = self.written - start if self.every else 0.0
 
@@ -125,24 +119,24 @@ class Checkpoint:
                     f"checkpoint {str(self.path)!r} is of a training with {name}={saved['settings'].get(name)!r}, now "
                     f"it is {value!r}: remove the file to begin anew, or choose another"
                 )
-        weights = _below("net", tensors)
+        weights = below("net", tensors)
         check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
         net.load_state_dict(weights, strict=False)  # what is no tensor stays the network's own
         slots: dict[int, dict[str, Any]] = {}
-        for place, value in (_below("optimizer", tensors) | saved["optimizer"]).items():
+        for place, value in (below("optimizer", tensors) | saved["optimizer"]).items():
             index, key = place.split("/", 1)
             slots.setdefault(int(index), {})[key] = value
         optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
         for name, value in saved["state"].items():
             setattr(state, name, value)
         for name in OF_TENSORS:
-            setattr(state, name, _below(name, tensors))
-        set_random_state(_below("random", tensors), device_in(net))
+            setattr(state, name, below(name, tensors))
+        set_random_state(below("random", tensors), device_in(net))
         return True
 
 
 def saved_step(path: Path, of: str = "") -> int | None:
-    """How many steps the training in a file has made; None where there is no file."""
+    """Return how many steps the training in a file has made; None where there is no file."""
     return int(_read(path, of)[1]["state"]["step"]) if path.exists() else None
 
 
@@ -154,8 +148,3 @@ def _read(path: Path, of: str) -> tuple[Tensors, dict[str, Any]]:
     if saved.get("of") != of:
         raise ValueError(f"checkpoint {str(path)!r} is of another training: remove the file to begin anew")
     return tensors, saved
-
-
-def _below(prefix: str, tensors: Tensors) -> Tensors:
-    start = f"{prefix}/"
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

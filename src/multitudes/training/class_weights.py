@@ -118,7 +118,7 @@ def _is_weight(number: Any) -> bool:
 
 
 def _targets(data: Any, task: Task) -> Tensor:
-    """How often each class is a target, in one pass over the data."""
+    """Return how often each class is a target, in one pass over the data."""
     if isinstance(data, Iterator):
         raise ValueError(
             f"class_weight='balanced' counts the classes before the training, and data is a {type(data).__name__} that "
@@ -130,16 +130,11 @@ def _targets(data: Any, task: Task) -> Tensor:
             y = split_batch(batch)[1]
             if y is None:
                 raise ValueError(f"batch {number} of data must have targets, (x, y), got an input alone")
-            counts = _added(counts, y.cpu(), task)
+            if y.is_floating_point() and not task.single_logit:
+                shape = list(y.shape)
+                raise ValueError(f"class_weight='balanced' counts classes, and y holds probabilities of shape {shape}")
+            classes = (y >= 0.5).long() if task.single_logit else task.aligned(y).long()
+            found = torch.bincount(classes[classes >= 0].cpu(), minlength=len(counts))
+            found[: len(counts)] += counts
+            counts = found
     return counts
-
-
-def _added(counts: Tensor, y: Tensor, task: Task) -> Tensor:
-    if task.single_logit:
-        return counts + torch.tensor([int((y < 0.5).sum()), int((y >= 0.5).sum())])
-    if y.is_floating_point():
-        raise ValueError(f"class_weight='balanced' counts classes, and y holds probabilities of shape {list(y.shape)}")
-    y = task.aligned(y)
-    found = torch.bincount(y[y >= 0].long().flatten(), minlength=len(counts))
-    found[: len(counts)] += counts
-    return found

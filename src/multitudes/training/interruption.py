@@ -31,7 +31,7 @@ class HeldSignals:
 
     @property
     def pending(self) -> bool:
-        """Whether one has come."""
+        """Return whether one has come."""
         return self._number is not None
 
     def deliver(self) -> None:

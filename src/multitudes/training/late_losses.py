@@ -31,7 +31,7 @@ class Loss:
 
     @property
     def bad(self) -> bool:
-        """Whether it is NaN or infinite."""
+        """Return whether it is NaN or infinite."""
         return not math.isfinite(float(self))
 
 
@@ -59,7 +59,7 @@ class Losses:
         return loss
 
     def take(self, all_of_them: bool = False) -> list[Loss]:
-        """Those which nobody has looked at; of a late one that is the last, it is early enough the next time."""
+        """Take the losses that nobody has looked at; the last one can wait for the next time if it is late."""
         count = len(self._unread) - (self.late and not all_of_them)
         taken, self._unread = self._unread[:count], self._unread[count:]
         return taken
@@ -71,7 +71,7 @@ class Losses:
 
 
 def can_hold_back(optimizer: Optimizer) -> bool:
-    """Whether the optimizer skips a step where its `found_inf`, a tensor on its GPU, is 1.
+    """Return whether the optimizer skips a step where its `found_inf`, a tensor on its GPU, is 1.
 
     >>> can_hold_back(torch.optim.SGD([torch.zeros(1)], fused=True))
     False

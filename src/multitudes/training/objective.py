@@ -54,7 +54,7 @@ def batches_from(data: Any, epoch: int = 0, done: int = 0) -> Iterator[Any]:
 
 
 def size_of(data: Any, net: Multitude, given: int | None) -> int | None:
-    """How many examples the divergence is shared among; None where the objective has none."""
+    """Return how many examples the divergence is shared among; None where the objective has none."""
     if given is not None:
         return check_count("dataset_size", given)
     if not net.divergences:

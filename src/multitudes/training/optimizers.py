@@ -22,7 +22,7 @@ RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 
 
 def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether torch can make an optimizer's step of these parameters in one go, which is the fastest.
+    """Return whether torch can make an optimizer's step of these parameters in one go, which is the fastest.
 
     >>> can_fuse(nn.Linear(1, 1).parameters()), can_fuse(nn.Linear(1, 1, dtype=torch.complex64).parameters())
     (True, False)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.archives import read_tensors, write_tensors
+from multitudes.core.archives import below, grouped, read_tensors, write_tensors
 from multitudes.core.checks import check_count, needed
 from multitudes.core.files import DamagedError
 
@@ -78,7 +78,7 @@ class Moments:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is averaged: numbers that can move, which sparse ones, fixed graphs as a rule, are not."""
+    """Return whether a tensor is averaged: real or complex numbers, not sparse, since sparse ones are fixed graphs."""
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout == torch.strided
 
 
@@ -170,7 +170,7 @@ class Recorder:
 
     @property
     def count(self) -> int:
-        """How many checkpoints have been recorded, kept or not."""
+        """Return how many checkpoints have been recorded, kept or not."""
         return self.before.count + len(self._kept)
 
     @property
@@ -247,7 +247,7 @@ class _Disk:
         return {int(number): path for number, path in numbers.items() if number.isdecimal()}
 
     def check(self, kept: Mapping[int, Path], before: int) -> None:
-        """That checkpoints are whole, of this recording, and all there from the one after the first `before` on."""
+        """Check that checkpoints are whole, of this recording, and complete after the first `before`."""
         for expected, (number, path) in enumerate(kept.items(), before + 1):
             if number != expected:
                 raise DamagedError(path.with_name(_name(expected)), "it is missing")
@@ -258,19 +258,14 @@ class _Disk:
 
     def write_moments(self, moments: Moments) -> None:
         parts = {"mean": moments.mean, "squares": moments.squares}
-        state = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-        self._write("moments.safetensors", state, moments.count)
+        self._write("moments.safetensors", grouped(parts), moments.count)
 
     def read_moments(self) -> Moments:
         path = self.folder / "moments.safetensors"
         if not path.exists():
             return Moments()
         state, about = self._read(path)
-        moments = Moments(about["number"])
-        for key, tensor in state.items():
-            part, name = key.split("/", 1)
-            getattr(moments, part)[name] = tensor
-        return moments
+        return Moments(about["number"], below("mean", state), below("squares", state))
 
     def _write(self, name: str, state: State, number: int) -> Path:
         return write_tensors(self.folder / name, state, ENTRY, {"of": self.of, "number": number}, FOLDER)
@@ -390,16 +385,13 @@ def unflattened(vector: Tensor, network: nn.Module) -> State:
     return {name: _as_like(part, own[name]) for name, part in zip(weights, parts, strict=True)}
 
 
-def principal_directions(states: list[State], network: nn.Module, count: int, argument: str = "rank") -> Tensor:
-    """The `count` orthogonal directions, of length 1, in which the states differ most, `[count, P]`.
-
-    `argument` is what the caller names the count by.
-    """
-    if count >= len(states):
-        raise ValueError(f"{argument}={count} needs {count + 1} checkpoints or more, got {len(states)}")
+def principal_directions(states: list[State], network: nn.Module, rank: int) -> Tensor:
+    """The `rank` orthogonal directions, of length 1, in which the states differ most, `[rank, P]`."""
+    if rank >= len(states):
+        raise ValueError(f"{rank=} needs {rank + 1} checkpoints or more, got {len(states)}")
     rows = torch.stack([flat_state(state, network) for state in states])
     _, lengths, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
     span = int((lengths > lengths[0] * len(states) * torch.finfo(rows.dtype).eps).sum())
-    if count > span:
-        raise ValueError(f"{argument}={count}, but the checkpoints differ in {span} directions only")
-    return directions[:count]
+    if rank > span:
+        raise ValueError(f"{rank=}, but the checkpoints differ in {span} directions only")
+    return directions[:rank]

@@ -1,4 +1,4 @@
-"""How a learning rate goes along training: factors of the optimizer's own rate, by the share of the training done."""
+"""Schedules of the learning rate: factors of the optimizer's own rate, by the share of the training done."""
 
 from __future__ import annotations
 

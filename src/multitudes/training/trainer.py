@@ -74,7 +74,7 @@ Callback = Callable[[Progress], bool | None]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train, checked."""
+    """Settings of a training, checked."""
 
     schedule: Schedule
     dtype: torch.dtype | None
@@ -202,7 +202,7 @@ class Trainer:
             held.deliver()
 
     def _batches(self) -> Iterator[tuple[Input, Tensor, Tensor | None]]:
-        """What is left of the current epoch, on the network's device."""
+        """Iterate the rest of the current epoch, on the network's device."""
         state, done = self.state, self.state.batch
         now = random_state(self.device)
         if done:  # the order of the batches follows from the random state that the epoch began with
@@ -290,7 +290,7 @@ class Trainer:
             self.checkpoint.save(self.state, self.net, self.optimizer, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and what goes on from it."""
+        """Settings that must be those of a checkpoint for a training to resume from it."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
         validation = self.config.validation
         return {

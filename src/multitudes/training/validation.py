@@ -22,7 +22,7 @@ from multitudes.training.recorder import tensors_of
 __all__ = ["STOP_BY", "Prepare", "Validation", "copied_tensors", "restore", "scored", "settle"]
 
 STOP_BY = ("score", "error")
-"""What a network is validated by: the score of its task, or the error of its mean prediction."""
+"""Scores to validate by: that of the network's task, or the error of its mean prediction."""
 
 Prepare = Callable[[Any, str], tuple[Input, Tensor, Tensor | None]]
 """`(batch, its name for errors) -> (x, y, weight)`, on the network's device."""
