@@ -24,7 +24,7 @@ from multitudes import landscape
 from multitudes.data import Loader
 from multitudes.landscape import Solutions
 from multitudes.study.costs import parameters
-from multitudes.training.fit import Progress
+from multitudes.training.trainer import Progress
 from recipes.landscape_runs import (
     ROWS,
     SEED,

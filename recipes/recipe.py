@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.core.devices import device_of
+from multitudes.core.files import write_atomically
 from multitudes.data import Data, Loader
 from multitudes.study.costs import commit, machine, versions
-from multitudes.study.store import write_atomically
 
 __all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]
 

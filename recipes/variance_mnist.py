@@ -31,7 +31,7 @@ from multitudes.methods.variance import transition
 from multitudes.methods.variance.layers import variance_layers
 from multitudes.methods.variance.transition import THRESHOLD
 from multitudes.study.costs import parameters
-from multitudes.training.fit import Progress
+from multitudes.training.trainer import Progress
 from recipes.recipe import Recipe, accuracies, accuracy
 
 EPOCHS = 20

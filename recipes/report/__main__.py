@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multitudes.study.store import write_atomically
+from multitudes.core.files import write_atomically
 from recipes.collect import RESULTS
 from recipes.recipe import ROOT
 from recipes.report.headline import with_headline

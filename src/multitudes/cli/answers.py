@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from multitudes.study.trained import Trained
 
-__all__ = ["evaluate", "predict", "serve"]
-
 JOB = "RUN/jobs/METHOD-SEED, or a run directory that train wrote."
 ModelFile = Annotated[
     str | None,

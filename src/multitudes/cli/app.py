@@ -23,8 +23,6 @@ from typer.models import OptionInfo
 from multitudes.cli import answers, artifacts, study, tables
 from multitudes.cli.options import grouped
 
-__all__ = ["app", "main"]
-
 ERROR, INTERRUPTED = 2, 130
 QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 

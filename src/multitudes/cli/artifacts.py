@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from multitudes.study.trained import Trained
 
-__all__ = ["explain", "export", "report"]
-
 
 def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: Common) -> None:
     """Write a run's report.html again, from its files, whether or not all jobs are done."""

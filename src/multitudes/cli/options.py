@@ -16,8 +16,6 @@ from typer import Option
 
 from multitudes.study.sections import DataSection, EvaluationSection, Section, TrainingSection, option
 
-__all__ = ["Common", "DataOptions", "EvaluationOptions", "TrainingOptions", "grouped", "located", "words", "writable"]
-
 
 class Options(Section):
     """A group of options."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from multitudes.data.reading import ColumnReading
     from multitudes.report.board import Cell
 
-__all__ = ["clock", "console", "leaderboard_tables", "say", "say_columns", "say_dropped", "show", "table", "watching"]
-
 WIDE = 1000
 """The columns of a pipe, in which nothing is cut off."""
 SHOWN = 20

@@ -28,8 +28,6 @@ from multitudes.study.store import Run
 if TYPE_CHECKING:
     from multitudes.study.spec import Spec
 
-__all__ = ["compare", "train"]
-
 SEEDS = [0, 1, 2]
 """The default."""
 PATIENCE = 600

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from multitudes.core.multitude import Multitude
     from multitudes.methods.registry import Method
 
-__all__ = ["bench", "methods", "prepare"]
-
 
 def methods(*, common: Common) -> None:
     """List the methods: what each costs, and when to pick it."""

@@ -11,17 +11,6 @@ from torch import Tensor, nn
 from multitudes.core.copying import copied
 from multitudes.core.settings import computing_hooks, described
 
-__all__ = [
-    "check_architecture",
-    "dense",
-    "equal",
-    "of_one_architecture",
-    "own_parameters",
-    "share_frozen",
-    "shared_parameters",
-    "stackable",
-]
-
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the networks, checked against the first one, sharing its frozen parameters where theirs are equal.

@@ -16,17 +16,6 @@ from multitudes.core.files import BLANK, DamagedError, check_seal, sealing
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "ARRAYS",
-    "below",
-    "grouped",
-    "read_archive",
-    "read_tensors",
-    "reading_tensors",
-    "write_arrays",
-    "write_tensors",
-]
-
 ARRAYS = "arrays"
 """The entry in the header of what `write_arrays` writes."""
 

@@ -33,8 +33,6 @@ from torch.overrides import TorchFunctionMode
 from multitudes.core.attention import Attention, math_attention, multihead
 from multitudes.core.calling import plain_attention
 
-__all__ = ["AtOnce", "at_once", "products"]
-
 ONE_BY_ONE_ABOVE = 2**22
 """Numbers in a product with a bias above which each member's is a call of its own. Such a call adds the bias as it
 writes, which one call for all members does not; on an H200 it takes a third of the time (see benchmarks/README.md)."""

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Attention", "dropped", "math_attention", "multihead"]
-
 
 class Attention(NamedTuple):
     """The arguments of `F.scaled_dot_product_attention`."""

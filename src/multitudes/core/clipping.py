@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["clip_each"]
-
 
 def clip_each(parameters: Iterable[Tensor], members: int, max_norm: float) -> Tensor:
     """Scale each member's gradient, of parameters `[M, ...]`, to at most `max_norm`; the norms, `[M]`."""

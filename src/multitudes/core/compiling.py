@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["uncompiled"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Sharing", "copied", "share_hooks", "share_registries"]
-
 Network = TypeVar("Network", bound=nn.Module)
 
 

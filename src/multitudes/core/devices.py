@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["device_in", "device_of"]
-
 
 def device_of(name: str | torch.device | None) -> torch.device:
     """Return the device of a name; auto, or None, is a GPU where there is one.

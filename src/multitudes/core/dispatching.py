@@ -13,8 +13,6 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NumbersDrawn", "Overlapping"]
-
 NOTES = [
     name
     for name in (

@@ -16,19 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = [
-    "BLANK",
-    "UNFINISHED",
-    "DamagedError",
-    "check_seal",
-    "open_own",
-    "read_json",
-    "replacing",
-    "sealing",
-    "write_atomically",
-    "write_json",
-]
-
 UNFINISHED = ".unfinished"
 """Suffix of files that are being written, or that a killed process has left."""
 BLANK = "0" * 64

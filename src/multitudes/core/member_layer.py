@@ -20,8 +20,6 @@ from multitudes.core.draws.stochastic import Draw, stochastic_layers
 from multitudes.core.unreadable import unreadable
 from multitudes.core.views import RUNNING
 
-__all__ = ["MemberLayer", "member_layers"]
-
 
 class MemberLayer(nn.Module):
     """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""

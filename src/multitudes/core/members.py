@@ -21,8 +21,6 @@ from multitudes.core.multitude import Multitude, plain
 from multitudes.core.runners.independent import RUNNERS, IndependentRunners
 from multitudes.core.tasks import Criterion
 
-__all__ = ["RUNNERS", "Members", "fuse"]
-
 
 class Members(Multitude):
     """M networks of one architecture that share no weight.

@@ -43,8 +43,6 @@ from multitudes.core.trace import unmoved
 REACH = "(reach)"
 """The note that says what share of the network a method reaches."""
 
-__all__ = ["REACH", "Criterion", "Divergence", "Multitude", "plain"]
-
 
 class Multitude(Tasked):
     """A network that gives many predictions: one for each member, or one for each draw.

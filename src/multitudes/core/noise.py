@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from multitudes.core.attention import Attention, dropped, multihead
 
-__all__ = ["STILL", "Redrawn", "Source", "draws_by"]
-
 
 class Source(Protocol):
     """Where random numbers come from."""

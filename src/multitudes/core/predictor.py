@@ -10,8 +10,6 @@ from torch import nn
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks.predictive import Predictive
 
-__all__ = ["Predictor", "PredictorModule", "multitude_of", "predicted", "predictor"]
-
 
 class Predictor(Protocol):
     """The interface that `predict`, `evaluate` and `temporal` need."""

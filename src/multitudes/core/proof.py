@@ -29,18 +29,6 @@ from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.settings import holding
 from multitudes.core.trace import Call, recording, unmoved, unwritten
 
-__all__ = [
-    "FAILURES",
-    "Verdicts",
-    "alike",
-    "difference",
-    "first_difference",
-    "moved_weights",
-    "rows_interact",
-    "running_statistics",
-    "silent_trial",
-]
-
 Runner = Callable[[Any], Tensor]
 """A way to run a network: an input to predictions `[S, B, ...]`."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["QuickDropout"]
-
 LEVELS = 1 << 16
 """Values of one random number: sixteen bits, four numbers in one of torch's."""
 FEW = 1 << 14

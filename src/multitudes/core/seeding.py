@@ -13,8 +13,6 @@ import torch
 from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_seed
 
-__all__ = ["RandomStates", "State", "mixed", "seeded", "torch_generators", "torch_states"]
-
 State = tuple[torch.Generator, torch.Tensor]
 """One of torch's random sources, and its state at some time."""
 

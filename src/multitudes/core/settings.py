@@ -18,8 +18,6 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["DEPTH", "FLAT_WEIGHTS", "FOUND_ANEW", "PLAIN", "computing_hooks", "described", "holding"]
-
 DEPTH = 4
 """How deep settings are read: `self.config.layers[0].gain`."""
 

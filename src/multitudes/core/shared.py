@@ -17,8 +17,6 @@ from multitudes.core.runners.shared_weights import SharedRunners
 from multitudes.core.tasks import Criterion
 from multitudes.core.views import copies, run, write
 
-__all__ = ["SharedMembers"]
-
 
 class SharedMembers(Multitude):
     """Members that share one network's weights: a network some of whose layers differ between members.

@@ -15,8 +15,6 @@ from multitudes.core.architecture import stackable
 from multitudes.core.draws.stochastic import Stochastic, attached
 from multitudes.core.settings import DEPTH, PLAIN
 
-__all__ = ["Snapshot", "Versions", "hooked_module"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _STANDARD = frozenset(vars(nn.Module())) - {"training"} | {"draw", "expects"}

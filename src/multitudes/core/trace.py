@@ -29,20 +29,6 @@ from multitudes.core.seeding import RandomStates
 from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
 from multitudes.core.views import may_write, same
 
-__all__ = [
-    "Call",
-    "Shape",
-    "Trace",
-    "Use",
-    "asks",
-    "hooked",
-    "observing",
-    "record",
-    "recording",
-    "unmoved",
-    "unwritten",
-]
-
 Which = Collection[type[nn.Module] | str] | None
 """Modules of a network, by their exact classes or their names; None for all."""
 

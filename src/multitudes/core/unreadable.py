@@ -10,8 +10,6 @@ from torch import Tensor
 from multitudes.core.calling import InputError, tensors_in
 from multitudes.core.trace import asks
 
-__all__ = ["Unreadable", "unreadable"]
-
 
 class Unreadable(Tensor):
     """A placeholder for a tensor that differs between members; to compute with it is an error."""

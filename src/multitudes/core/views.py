@@ -22,8 +22,6 @@ from multitudes.core.compiling import uncompiled
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.core.snapshot import Versions
 
-__all__ = ["RUNNING", "Changes", "Running", "Views", "Written", "copies", "may_write", "run", "same", "view", "write"]
-
 Changes = Mapping[str, Mapping[str, Any]]
 """Attributes that differ in a view, by the name of the module."""
 

@@ -22,8 +22,6 @@ from multitudes.data.splits import split_rows, spread
 from multitudes.data.tables import Choice, find_target, targets
 from multitudes.data.types import Data, Part
 
-__all__ = ["BadRows", "add_ood", "load"]
-
 TASKS = {"classification": True, "regression": False}
 """Whether targets are classes, by what `task=` says."""
 

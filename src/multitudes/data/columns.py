@@ -14,8 +14,6 @@ from torch import Tensor
 
 from multitudes.data.parsing import ENOUGH, read_date, read_number
 
-__all__ = ["MISSING", "Column", "Encoded", "from_arrow", "from_cells", "given"]
-
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 """The cells of a CSV file, in small letters, that say that there is no value."""
 

@@ -11,8 +11,6 @@ from multitudes.core.checks import needed
 from multitudes.data.splits import spread
 from multitudes.data.types import Data, Part
 
-__all__ = ["digits"]
-
 TRAIN, VALIDATION, PHOTOGRAPHS = 400, 400, 400
 """Few to train on: with a thousand, every network knows nearly all of the others, and methods hardly differ."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from multitudes.data.columns import MISSING, Column
 
-__all__ = ["PARTS", "Category", "Date", "Feature", "Number", "Pixels", "Text", "feature_of", "features_of", "parts_of"]
-
 LARGEST = torch.finfo(torch.float32).max
 
 

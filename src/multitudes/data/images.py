@@ -17,8 +17,6 @@ from multitudes.data.features import Feature
 from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source
 
-__all__ = ["ImageEncoder", "decode", "find_images", "refit"]
-
 Size = tuple[int, int]
 """Height and width."""
 

@@ -24,17 +24,6 @@ from multitudes.data.tables import Choice, TableEncoder, choose_columns
 from multitudes.data.texts import CutToLongest, TextEncoder, find_texts
 from multitudes.training.optimizers import batch_size_for
 
-__all__ = [
-    "KINDS",
-    "Encoder",
-    "Kind",
-    "kind_of_inputs",
-    "kind_of_shape",
-    "kind_of_source",
-    "table_training",
-    "transformer_training",
-]
-
 Shape = tuple[int, ...]
 """Of one input, without the batch."""
 

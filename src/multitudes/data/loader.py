@@ -13,8 +13,6 @@ from multitudes.core.draws.memory import free_bytes
 from multitudes.core.seeding import mixed
 from multitudes.data.types import Data, Part
 
-__all__ = ["AUGMENTATIONS", "Loader", "moved", "random_moves"]
-
 AUGMENTATIONS = ("standard", "crop")
 """Random crops of padded images: with random flips from left to right, and without, for digits and letters."""
 

@@ -17,8 +17,6 @@ from multitudes.data.sources import Source, open_source
 from multitudes.data.tables import Choice, find_target
 from multitudes.data.types import Data
 
-__all__ = ["Inputs", "inputs_of", "labelled", "read_inputs", "remarks", "texts_source"]
-
 
 @dataclass(frozen=True)
 class Inputs:

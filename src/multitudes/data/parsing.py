@@ -7,18 +7,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = [
-    "AMBIGUOUS",
-    "ENOUGH",
-    "ORDERS",
-    "READ_AS",
-    "date_order",
-    "decimal_marks",
-    "digits_as_dates",
-    "read_date",
-    "read_number",
-]
-
 READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
 """What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
 

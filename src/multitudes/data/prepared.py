@@ -21,8 +21,6 @@ from multitudes.data.reading import ColumnReading
 from multitudes.data.splits import PARTS
 from multitudes.data.types import Data, Part
 
-__all__ = ["read", "save"]
-
 ENTRY, VERSION = "data", 5
 LARGE = 8 << 20
 """Bytes of a tensor, from which processes that read it share the memory of the file."""

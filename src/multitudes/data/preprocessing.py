@@ -16,8 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from multitudes.core.checks import check_choice
 from multitudes.data.features import Feature
 
-__all__ = ["NUMBERS", "Preprocessing", "edges_of", "layout_of", "mean_std"]
-
 NUMBERS = ("quantile", "standard")
 """How the numbers of a table are preprocessed: as normal scores, or minus their mean, over their deviation."""
 

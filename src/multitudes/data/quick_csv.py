@@ -16,8 +16,6 @@ import torch
 from multitudes.data.columns import MISSING, Column, from_cells
 from multitudes.data.parsing import decimal_marks
 
-__all__ = ["quick_columns"]
-
 LARGE = 4 << 20
 """Bytes, from which a file is read so: smaller ones are read at once in any way."""
 PLAIN = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"

@@ -18,8 +18,6 @@ from multitudes.data.columns import Column
 from multitudes.data.features import PARTS, Category, Date, Feature, Number, parts_of
 from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks, digits_as_dates
 
-__all__ = ["ColumnReading", "check_read_as", "number_of", "read_columns"]
-
 FEW, RARE, MOST = 20, 10, 50
 """A column of more than `FEW` categories keeps those of `RARE` training rows or more, and at most `MOST`: all others
 are one. Of fewer than `FEW` rows, nothing is told by values that are all different."""

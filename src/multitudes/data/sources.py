@@ -25,8 +25,6 @@ from multitudes.data.parsing import decimal_marks
 from multitudes.data.quick_csv import quick_columns
 from multitudes.data.splits import PARTS, part_named
 
-__all__ = ["SOURCES", "Source", "from_hub", "open_images", "open_source", "open_table", "short_name"]
-
 IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 SOURCES = (
     "'digits', a CSV, Parquet, .npz or .mtdata file, a folder of CSV, Parquet or image files, "

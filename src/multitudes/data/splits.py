@@ -11,8 +11,6 @@ from torch import Tensor
 from multitudes.core.checks import needed
 from multitudes.core.seeding import mixed
 
-__all__ = ["PARTS", "fold_rows", "part_named", "split_rows", "spread"]
-
 PARTS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),

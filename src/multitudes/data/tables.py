@@ -13,8 +13,6 @@ from multitudes.data.features import Feature, Number, features_of
 from multitudes.data.reading import ColumnReading, check_read_as, read_columns
 from multitudes.data.sources import Source
 
-__all__ = ["Choice", "TableEncoder", "choose_columns", "find_target", "targets"]
-
 LABELS = ("label", "labels", "class", "target")
 """Names of a column to predict, where none is given."""
 CLASSES = 20

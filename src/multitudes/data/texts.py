@@ -25,17 +25,6 @@ from multitudes.data.reading import ColumnReading
 from multitudes.data.sources import Source
 from multitudes.data.tables import LABELS, Choice
 
-__all__ = [
-    "LONGEST",
-    "PADDING",
-    "CutToLongest",
-    "TextEncoder",
-    "find_texts",
-    "local_place",
-    "quiet",
-    "read_tokenizer",
-]
-
 LONGEST = 256
 """The most tokens of a text, where nothing else is said."""
 PADDING = -1

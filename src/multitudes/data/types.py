@@ -19,8 +19,6 @@ from multitudes.data.kinds import Encoder, Kind, kind_of_inputs
 from multitudes.data.preprocessing import NUMBERS, layout_of, mean_std
 from multitudes.data.reading import ColumnReading
 
-__all__ = ["NETWORK_TASKS", "Data", "Part"]
-
 NETWORK_TASKS = {"classification": "classification", "regression": "gaussian"}
 """The task of networks for data of each task: numbers are predicted with their noise."""
 

@@ -27,8 +27,6 @@ from multitudes.deployment.engines import Plain
 from multitudes.deployment.fusing import Way, choose, convolution, count_convolutions, fuse_convolutions, take
 from multitudes.deployment.tracing import CannotTrace, check_waits, trace
 
-__all__ = ["Captured", "Recipe", "capture"]
-
 Told = list[tuple[str, str]]
 
 

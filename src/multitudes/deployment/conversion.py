@@ -29,8 +29,6 @@ from multitudes.deployment.quality import check_quality
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.exporting import check_example
 
-__all__ = ["deploy"]
-
 LONG_ENOUGH = 0.02
 """Seconds over which calls are timed."""
 

@@ -14,9 +14,6 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.deployment.engines import Engine
 from multitudes.evaluation.calibrate import Calibration
 
-__all__ = ["Deployed"]
-
-
 OPTIONS = ("draws", "seed", "memory")
 """Options of a call, as of a multitude."""
 

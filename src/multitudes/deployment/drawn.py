@@ -26,8 +26,6 @@ from multitudes.core.settings import holding
 from multitudes.deployment.engines import Plain
 from multitudes.deployment.tracing import CannotTrace
 
-__all__ = ["Noise", "drawn", "noise_of"]
-
 
 @dataclass(frozen=True)
 class Asked:

@@ -17,8 +17,6 @@ from multitudes.core.devices import device_in
 from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
 
-__all__ = ["Engine", "Plain", "Proven", "Reference", "distance", "rounding", "rows_of", "signature", "unusual"]
-
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """How far predictions may be from the network's own in each precision, relative to how much they vary, at least: what a
 few roundings make. Where the network itself is further off in that precision, `FURTHER` times that is the bound."""

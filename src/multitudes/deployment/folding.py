@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from multitudes.core.trace import Trace, recording
 
-__all__ = ["Folded", "fold_norms", "foldable"]
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)

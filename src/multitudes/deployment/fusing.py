@@ -20,8 +20,6 @@ from torch import Tensor, fx
 from multitudes.core.packing.pointwise import block_diagonal
 from multitudes.deployment.tracing import constant, tidied, with_constant
 
-__all__ = ["Way", "choose", "convolution", "count_convolutions", "fuse_convolutions", "merged", "take"]
-
 aten = torch.ops.aten
 Pair = tuple[int, int]
 

@@ -19,8 +19,6 @@ from multitudes.deployment.capturing import Captured, Recipe, capture
 from multitudes.deployment.engines import MOST_SHAPES, Engine, Plain, Reference, rows_of, signature
 from multitudes.deployment.tracing import CannotTrace
 
-__all__ = ["Graphs"]
-
 MOST_GRAPHS = 16
 """Graphs that are kept; each holds the activations of one batch. Beyond that, the one that is used least goes, for one
 that has come more than twice as often: making one takes much longer than a call."""

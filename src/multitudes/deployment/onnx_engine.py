@@ -19,9 +19,6 @@ from multitudes.core.trace import recording
 from multitudes.deployment.engines import Plain, signature, unusual
 from multitudes.storage.exporting import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
 
-__all__ = ["OnnxRuntime"]
-
-
 UNLIKE = {"TopK", "NonZero"}
 """Operators of which ONNX Runtime makes something else than torch: it breaks ties otherwise, and the mean of what is
 selected is a number where nothing is."""

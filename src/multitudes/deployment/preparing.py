@@ -19,8 +19,6 @@ from multitudes.deployment.engines import distance, rounding
 from multitudes.deployment.folding import Folded, fold_norms, foldable
 from multitudes.storage.exporting import members_apart
 
-__all__ = ["check_repeats", "prepared"]
-
 
 def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> None:
     """Refuse a network whose predictions for an input are not the same each time, whatever came between."""

@@ -8,8 +8,6 @@ from torch.distributions import Normal, kl_divergence
 from multitudes import metrics
 from multitudes.core.tasks.predictive import Predictive
 
-__all__ = ["ACCURACY", "NLL", "VALUES", "check_quality"]
-
 ACCURACY = 0.01
 """How much lower the accuracy may be."""
 

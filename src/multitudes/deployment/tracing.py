@@ -16,8 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CannotTrace", "check_waits", "constant", "trace", "with_constant"]
-
 
 class CannotTrace(RuntimeError):
     """Why a network is no graph."""

@@ -27,16 +27,6 @@ from multitudes.evaluation.conformal import Conformal, ConformalScore, check_tar
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
 
-__all__ = [
-    "FEWEST",
-    "Calibrated",
-    "Calibration",
-    "calibrate",
-    "fit_calibration",
-    "helpful_scaling",
-    "log_scores",
-]
-
 PRIOR = 0.5
 """The deviation of the logarithm of temperatures, before any row has told more."""
 FEWEST = 20

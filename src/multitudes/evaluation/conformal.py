@@ -42,8 +42,6 @@ from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.tasks import TASKS, Task
 from multitudes.core.tasks.predictive import Predictive
 
-__all__ = ["Conformal", "ConformalScore", "check_targets", "conformal_scores"]
-
 TIE = 1e-6
 """Scores of classes that are this near count as equal: rounding, which no two devices do alike, must not part them."""
 

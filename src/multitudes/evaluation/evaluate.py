@@ -24,8 +24,6 @@ from multitudes.metrics.ood import OODDetection, OODTable
 from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
 
-__all__ = ["evaluate"]
-
 Watch = Callable[[str | None, Predictive, Tensor | None], None]
 """`watch(name, p, target)` gets every prediction; the name is that of its data, None for those that are scored."""
 

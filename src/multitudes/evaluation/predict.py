@@ -18,8 +18,6 @@ from multitudes.core.progress import ProgressBar
 from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
 
-__all__ = ["predict", "predictions"]
-
 
 def predict(
     net: nn.Module | Predictor,

@@ -13,8 +13,6 @@ from typing import Any
 
 from multitudes.core.files import replacing
 
-__all__ = ["Evaluation", "Score", "plain_number"]
-
 
 @dataclass(frozen=True)
 class Score:

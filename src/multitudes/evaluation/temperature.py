@@ -25,8 +25,6 @@ from multitudes.core.tasks import Task
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.values import ValueTask
 
-__all__ = ["SCALINGS", "Isotonic", "MemberTemperature", "Scaling", "Temperature", "Variance", "Vector"]
-
 LARGEST_TEMPERATURE = 100.0
 """Temperatures lie between 1/100 and 100: of perfect predictions the best one is 0, of random labels infinity."""
 

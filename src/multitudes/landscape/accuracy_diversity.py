@@ -31,9 +31,6 @@ from multitudes.landscape.figures import add_line, add_points, figure
 from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.inputs import read_rows
 
-__all__ = ["DiversityPlane", "diversity_plane", "family", "fit_exponent", "lower_limit", "normalised", "upper_limit"]
-
-
 # -- limits ------------------------------------------------------------------------------------------------
 
 

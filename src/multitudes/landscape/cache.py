@@ -17,8 +17,6 @@ from torch import Tensor
 from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.core.files import DamagedError
 
-__all__ = ["Cache", "fingerprint"]
-
 SECONDS = 5.0
 """How often the file is written, at most."""
 ENTRY, WHAT = "multitudes.scores", "a cache of scores"

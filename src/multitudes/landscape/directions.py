@@ -20,8 +20,6 @@ from multitudes.core.checks import check_seed
 from multitudes.surgery.layers import TRANSPOSED
 from multitudes.training.recorder import weights_of
 
-__all__ = ["Frame", "filter_normalised", "random_direction"]
-
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 

@@ -26,8 +26,6 @@ from multitudes.landscape.planes import Plane, plane
 from multitudes.landscape.solutions import Solutions, read_solutions
 from multitudes.landscape.targets import with_targets
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:

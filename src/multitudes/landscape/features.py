@@ -27,14 +27,6 @@ from multitudes.core.trace import hooked
 from multitudes.landscape.figures import COLOURS, SCALE, add_line, figure
 from multitudes.surgery.layers import Selector, select
 
-__all__ = [
-    "FeatureUncertainty",
-    "NeighbourCovariance",
-    "feature_maps",
-    "feature_uncertainty",
-    "neighbour_covariance",
-]
-
 Maps = dict[str, Tensor]
 """What layers gave, by name, in the order in which they ran; a layer's second call is `name (2)`."""
 

@@ -27,15 +27,6 @@ from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.landscape.objective import Objective, unit_direction
 from multitudes.landscape.targets import with_targets
 
-__all__ = [
-    "ExpectedSharpness",
-    "LossVariance",
-    "Sharpness",
-    "expected_sharpness",
-    "loss_variance",
-    "sharpness",
-]
-
 # -- sharpness ---------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from multitudes.landscape.features import AsMap, Maps, mean_over_inputs
 from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.surgery.layers import Selector
 
-__all__ = ["FeatureSpectrum", "LayerSpectrum", "feature_spectrum"]
-
 FLOOR = 1e-6
 """The least amplitude, so that one of 0 has a logarithm."""
 

@@ -24,8 +24,6 @@ from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
 from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
 
-__all__ = ["FunctionMap", "Similarity", "function_map", "similarity"]
-
 MATRICES = ("cosine", "disagreement", "divergence")
 
 

@@ -20,8 +20,6 @@ from multitudes.core.members import Members
 from multitudes.core.proof import rows_interact
 from multitudes.training.recorder import State, weights_of
 
-__all__ = ["Fused", "settings_at_once"]
-
 CACHED = 12e6
 """Bytes that may be held at a time on a CPU: more does not stay in its caches."""
 MOST_SETTINGS = 16

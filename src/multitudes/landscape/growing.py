@@ -22,8 +22,6 @@ from multitudes.metrics.divergences import ensemble_js
 from multitudes.metrics.inputs import read_rows
 from multitudes.metrics.scoring import accuracy, brier
 
-__all__ = ["Growth", "growth"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Growth:

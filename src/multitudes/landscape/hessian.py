@@ -26,8 +26,6 @@ from multitudes.landscape.figures import COLOURS, figure
 from multitudes.landscape.objective import Objective, unit_direction
 from multitudes.landscape.targets import shuffled
 
-__all__ = ["HessianSpectrum", "hessian_spectrum"]
-
 METHODS = ("lanczos", "power")
 
 Product = Callable[[Tensor], Tensor]

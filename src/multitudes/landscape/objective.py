@@ -26,11 +26,10 @@ from multitudes.core.calling import (
 )
 from multitudes.core.checks import check_number, check_seed
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import Criterion, Multitude, plain
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.seeding import mixed, seeded
+from multitudes.core.tasks import Criterion
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
-
-__all__ = ["Objective", "unit_direction"]
 
 
 @dataclass(eq=False)

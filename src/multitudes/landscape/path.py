@@ -23,15 +23,13 @@ from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, call_with, input_errors
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.copying import copied
-from multitudes.core.multitude import Criterion
 from multitudes.core.progress import ProgressBar
 from multitudes.core.seeding import seeded
+from multitudes.core.tasks import Criterion
 from multitudes.landscape.figures import add_line, figure
 from multitudes.landscape.targets import shuffled
 from multitudes.landscape.weights import Scores, Solution, WeightScorer, measured, single_network, state_of
 from multitudes.training.recorder import State, flat_state, unflattened
-
-__all__ = ["Path", "tunnel"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -23,15 +23,13 @@ from torch import Tensor, nn
 
 from multitudes.core.checks import check_count, check_number, check_seed
 from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import Criterion
 from multitudes.core.progress import ProgressBar
+from multitudes.core.tasks import Criterion
 from multitudes.landscape.cache import Cache, fingerprint
 from multitudes.landscape.directions import Frame, check_direction
 from multitudes.landscape.figures import SYMBOLS, add_line, coloured, figure
 from multitudes.landscape.weights import Noise, Scores, Solution, WeightScorer, measured, single_network, state_of
 from multitudes.training.recorder import Checkpoints, State, Trajectory, flat_state
-
-__all__ = ["Plane", "plane"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

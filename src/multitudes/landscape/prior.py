@@ -20,8 +20,6 @@ from torch import Tensor
 from multitudes.core.checks import check_choice, check_count, check_number, check_seed
 from multitudes.landscape.figures import add_line, figure
 
-__all__ = ["FunctionPrior", "function_prior"]
-
 KINDS = ("gaussian", "dropout", "patching")
 
 

@@ -32,8 +32,6 @@ from multitudes.evaluation.predict import predict
 from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
 from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, fitting
 
-__all__ = ["Solutions", "last_checkpoint", "read_solutions", "subspaces", "trajectory_of"]
-
 CachedInputs = list[tuple[Any, None]]
 """Batches of inputs, cached, so that all solutions see the same ones in the same order."""
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from multitudes.core.batches import Batches
 from multitudes.core.calling import Input, tensors_in
-from multitudes.core.multitude import Criterion, Multitude
-from multitudes.core.tasks import Task, criterion_for, task_of, tasks_of
+from multitudes.core.multitude import Multitude
+from multitudes.core.tasks import Criterion, Task, criterion_for, task_of, tasks_of
 from multitudes.core.tasks.classes import check_clear
-
-__all__ = ["count_targets", "shuffled", "task_and_criterion", "with_targets"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,15 +14,13 @@ from multitudes.core.calling import Input, call_with, input_errors, moved, plain
 from multitudes.core.checks import check_choice, check_count
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Draw, drawing, expecting, stochastic_layers
-from multitudes.core.multitude import Criterion, Multitude, plain
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.seeding import mixed, seeded
-from multitudes.core.tasks import task_of
+from multitudes.core.tasks import Criterion, task_of
 from multitudes.landscape.fused import Fused, settings_at_once
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 from multitudes.training.batchnorm import norms, statistics
 from multitudes.training.recorder import State, fitting, unflattened, weights_of
-
-__all__ = ["Noise", "Scores", "Solution", "WeightScorer", "measured", "single_network", "state_of"]
 
 Solution = nn.Module | Mapping[str, Tensor]
 """A trained network, or its state dict."""

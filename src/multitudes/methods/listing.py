@@ -13,8 +13,6 @@ from typing import Any
 
 from multitudes import methods
 
-__all__ = ["Listed", "listed"]
-
 
 @dataclass(frozen=True)
 class Listed:

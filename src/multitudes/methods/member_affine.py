@@ -27,8 +27,6 @@ from multitudes.surgery.affine import (
 from multitudes.surgery.layers import replace
 from multitudes.surgery.start import Start
 
-__all__ = ["AffineMemberLayer", "joined"]
-
 Net = TypeVar("Net", bound=SharedMembers)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call, input_errors
 from multitudes.core.checks import check_count, check_number
 from multitudes.core.copying import copied
-from multitudes.core.multitude import Criterion, Multitude
+from multitudes.core.multitude import Multitude
 from multitudes.core.proof import alike, moved_weights, rows_interact
+from multitudes.core.tasks import Criterion
 from multitudes.core.trace import observing
 from multitudes.methods.registry import Method, by
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of

@@ -17,8 +17,6 @@ from multitudes.methods.member_affine import AffineMemberLayer
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, plain_copy, weight_of
 from multitudes.surgery.initialise import redraw
 
-__all__ = ["Own", "OwnBlock", "own_parts"]
-
 
 class Own(AffineMemberLayer):
     """A layer of one map whose weights `[M, ...]` and biases `[M, O]` are each member's own."""

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude
-from multitudes.training.fit import Progress
 from multitudes.training.recorder import Recorder
-
-__all__ = ["Method", "Recording", "Settings", "Training", "by", "chosen", "collect", "single", "without"]
+from multitudes.training.trainer import Progress
 
 Settings = Mapping[str, Any]
 Training = dict[str, Any]

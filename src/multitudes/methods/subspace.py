@@ -49,8 +49,6 @@ from multitudes.training.recorder import (
 )
 from multitudes.training.schedules import schedule_of
 
-__all__ = ["KINDS", "ROWS", "Around", "Subspace", "subspace", "swa", "swag"]
-
 KINDS = ("random", "dropout", "diagonal", "low_rank")
 
 # -- networks that draw their weights ----------------------------------------------------------------------

@@ -19,8 +19,6 @@ from multitudes.surgery.affine import affine_layers
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.layers import Factory, built
 
-__all__ = ["tabm"]
-
 VARIANTS = ("tabm", "mini", "packed")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FromTokens"]
-
 
 class FromTokens(nn.Module):
     """A Hugging Face text model that is called with token numbers `[B, T]`, and answers with its logits `[B, C]`.

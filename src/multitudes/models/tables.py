@@ -18,8 +18,6 @@ from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.models.blocks import check_counts
 from multitudes.models.perceptron import MLP
 
-__all__ = ["Periodic", "PiecewiseLinear", "Tabular", "tabular"]
-
 Layout = Sequence[int | Sequence[float]]
 """What the features of a table are, in order: of a number the edges of its bins, of n zeros and ones n."""
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from multitudes.metrics.declare import Better
-from multitudes.report.chart import Axis, Series, View
+from multitudes.report.chart import Series, View
 from multitudes.report.results import Results
+from multitudes.report.scales import Axis
 from multitudes.study.columns import (
     MORE_COSTS,
     Column,
@@ -24,9 +25,6 @@ from multitudes.study.columns import (
 )
 from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row
-
-__all__ = ["Cell", "Head", "Line", "answer", "cells_of", "cost", "score_axis", "standings", "table_of"]
-
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from multitudes.metrics.calibration_error import reliability
 from multitudes.report.board import Head, table_of
-from multitudes.report.chart import Axis, Series, View
+from multitudes.report.chart import Series, View
 from multitudes.report.results import Results, mean_spread
+from multitudes.report.scales import Axis
 from multitudes.study.columns import Column, column_of
 from multitudes.study.measuring import LEVELS
-
-__all__ = ["calibration", "intervals"]
 
 BINS = 10
 QUANTILES = [0.05 * step for step in range(1, 20)]

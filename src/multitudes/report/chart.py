@@ -19,21 +19,6 @@ from torch import nn
 from multitudes.core.checks import needed
 from multitudes.report.scales import Axis, Scale, fitted
 
-__all__ = [
-    "HIGHLIGHTED",
-    "SIZES",
-    "STAR",
-    "Axis",
-    "Drawing",
-    "Field",
-    "Series",
-    "Style",
-    "View",
-    "picture",
-    "place",
-    "png",
-]
-
 HIGHLIGHTED = 6
 """Methods that are in colour at once."""
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
-from multitudes.report.chart import Axis, Field, Series, View
+from multitudes.report.chart import Field, Series, View
 from multitudes.report.results import Results
+from multitudes.report.scales import Axis
 from multitudes.study.rows import TARGETS
-
-__all__ = ["diversity", "function_map", "loss_landscape"]
 
 MOST_SOLUTIONS, MOST_ROWS = 320, 500
 """On the map."""

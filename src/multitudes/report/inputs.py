@@ -17,16 +17,6 @@ from multitudes.report.chart import HIGHLIGHTED
 from multitudes.report.results import Results
 from multitudes.study.rows import TARGETS
 
-__all__ = [
-    "columns_read",
-    "important_columns",
-    "shortened",
-    "table_values",
-    "uncertain_images",
-    "uncertain_texts",
-    "unsure_rows",
-]
-
 MOST = 10
 """The most inputs of a section."""
 MOST_COLUMNS = 20

@@ -15,8 +15,6 @@ from multitudes.report.results import Results, mean_spread
 from multitudes.study.columns import Column
 from multitudes.study.leaderboard import better
 
-__all__ = ["ood"]
-
 BINS = 24
 
 

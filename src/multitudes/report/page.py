@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from multitudes.core.files import write_atomically
 from multitudes.report.board import answer, cost, standings
 from multitudes.report.calibration import calibration, intervals
 from multitudes.report.chart import HIGHLIGHTED
@@ -22,9 +23,7 @@ from multitudes.report.provenance import provenance
 from multitudes.report.quality import selective_prediction, shift, size
 from multitudes.report.render import render, resource
 from multitudes.report.results import Results, read_results
-from multitudes.study.store import Run, write_atomically
-
-__all__ = ["page", "sections", "write"]
+from multitudes.study.store import Run
 
 SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
     "leaderboard": ("All methods", standings),

@@ -8,8 +8,6 @@ from typing import Any
 
 from multitudes.report.results import Results
 
-__all__ = ["provenance"]
-
 
 def provenance(results: Results) -> dict[str, Any]:
     """Everything that is needed to repeat the study."""

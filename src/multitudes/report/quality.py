@@ -12,11 +12,10 @@ import torch
 
 from multitudes.metrics.selective import risk_coverage
 from multitudes.report.board import score_axis
-from multitudes.report.chart import Axis, Series, View
+from multitudes.report.chart import Series, View
 from multitudes.report.results import Results, mean_spread
+from multitudes.report.scales import Axis
 from multitudes.study.columns import column_of
-
-__all__ = ["selective_prediction", "shift", "size"]
 
 POINTS = 120
 """Points that are drawn of a curve with one for each row."""

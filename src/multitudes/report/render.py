@@ -13,8 +13,6 @@ from markupsafe import Markup
 from multitudes.report.chart import SIZES, STAR, Drawing, Style, View, picture, place, png
 from multitudes.study.columns import fixed
 
-__all__ = ["render", "resource", "svg"]
-
 
 def render(template: str, package: str = "multitudes.report", **values: Any) -> Markup:
     """A template of the `templates/` of a package with these values."""

@@ -23,8 +23,6 @@ from multitudes.study.recommendation import Recommendation, recommend
 from multitudes.study.rows import TARGETS, Row
 from multitudes.study.store import PREDICTIONS, WRITTEN_AGAIN, Run
 
-__all__ = ["Outcome", "Results", "mean_spread", "read_results"]
-
 
 @dataclass(frozen=True)
 class Outcome:

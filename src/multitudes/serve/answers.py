@@ -12,8 +12,6 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.data.types import Data
 from multitudes.evaluation.conformal import Conformal
 
-__all__ = ["answer_columns", "answer_rows", "rounded", "rows_of"]
-
 
 def rounded(values: Tensor) -> list[Any]:
     """Numbers to six digits, as many as float32 has, in lists as the tensor has dimensions; None where not finite.

@@ -32,8 +32,6 @@ from multitudes.serve.openapi import ABOUT, HEALTH, METRICS, PREDICT
 from multitudes.serve.page import docs_page, page, policy
 from multitudes.serve.requests import notes_on, read_request
 
-__all__ = ["create_app"]
-
 log = logging.getLogger("multitudes.serve")
 
 READERS = 4

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["Batcher", "QueueFull"]
-
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 

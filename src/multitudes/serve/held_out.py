@@ -20,8 +20,6 @@ from multitudes.report.inputs import table_values
 from multitudes.serve.answers import rows_of
 from multitudes.study.trained import Trained
 
-__all__ = ["HeldOut", "columns_of", "examples", "held_out"]
-
 ROWS = 1000
 """The most that are predicted anew."""
 EXAMPLES = 6

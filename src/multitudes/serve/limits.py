@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from multitudes.core.checks import check_count, check_number
 
-__all__ = ["Limits", "Refused"]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -20,8 +20,6 @@ from multitudes.serve.held_out import held_out
 from multitudes.study.assignment import precision_on
 from multitudes.study.trained import Trained
 
-__all__ = ["Question", "ServedNetwork"]
-
 EXAMPLE = 8
 """Test inputs on which the deployed network is proven."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ABOUT", "HEALTH", "METRICS", "PREDICT"]
-
 
 def _of(kind: str | list[str], told: str = "", **more: Any) -> dict[str, Any]:
     return {"type": kind, **({"description": told} if told else {}), **more}

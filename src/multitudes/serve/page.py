@@ -11,8 +11,6 @@ from typing import Any
 
 from multitudes.report.render import render, resource
 
-__all__ = ["docs_page", "page", "policy"]
-
 HERE = "multitudes.serve"
 
 

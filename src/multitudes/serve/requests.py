@@ -26,8 +26,6 @@ from multitudes.data.sources import Source
 from multitudes.data.types import Data
 from multitudes.serve.limits import Limits, Refused
 
-__all__ = ["FORMATS", "notes_on", "read_request"]
-
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Formats of images that Pillow decodes by itself. Others may start programs, as PostScript does."""
 

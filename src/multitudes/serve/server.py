@@ -12,8 +12,6 @@ from typing import Any
 
 import uvicorn
 
-__all__ = ["is_loopback", "listen", "run"]
-
 CONNECTIONS = 1024
 """The most connections at a time; a further one is refused."""
 

@@ -30,8 +30,6 @@ from multitudes.shift.checks import Bounds, check_call, check_classes, check_lab
 from multitudes.shift.frequency import band_at_full_size, check_band
 from multitudes.shift.noise import generator_of, normal, uniform
 
-__all__ = ["Attack", "fgsm", "iterative_fast_sign", "pgd"]
-
 
 @dataclass(frozen=True)
 class Attack:

@@ -18,8 +18,6 @@ from multitudes.core.checks import check_number
 from multitudes.shift.checks import Bounds, check_bounds, check_floats
 from multitudes.shift.noise import generator_of, normal
 
-__all__ = ["band_limited", "band_mask", "frequency_noise"]
-
 _DIGITS = 9  # frequencies are compared after rounding, so that neighbouring bands neither overlap nor leave a gap
 
 

@@ -20,8 +20,6 @@ from multitudes.core.checks import check_choice, check_count, check_number, chec
 from multitudes.shift.filters import fold, gaussian_filter
 from multitudes.shift.noise import generator_of
 
-__all__ = ["DIRECTIONS", "SHAPES", "Video", "translated", "video"]
-
 # Shift-translated sequences -----------------------------------------------------------------------------
 
 DIRECTIONS = {

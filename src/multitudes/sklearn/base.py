@@ -32,9 +32,7 @@ from multitudes.methods.registry import chosen, collect
 from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers, plain
 from multitudes.sklearn.learned import SEED, Learned, predicted
 from multitudes.sklearn.training import Recipe, threads, trained
-from multitudes.training.fit import Epoch
-
-__all__ = ["MultitudeEstimator", "Table"]
+from multitudes.training.trainer import Epoch
 
 Job = tuple[Recipe, TensorDataset, TensorDataset | None, Any, int]
 """The arguments of `trained`."""

@@ -16,8 +16,6 @@ from sklearn.utils.validation import assert_all_finite
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.sklearn.base import MultitudeEstimator
 
-__all__ = ["MultitudeClassifier"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):

@@ -23,9 +23,7 @@ from multitudes.sklearn.inputs import plain
 from multitudes.sklearn.learned import Learned
 from multitudes.sklearn.training import made
 from multitudes.storage.save import check_path, from_parts, read_calibration, to_parts
-from multitudes.training.fit import Epoch
-
-__all__ = ["load", "save"]
+from multitudes.training.trainer import Epoch
 
 ENTRY, FORMAT = "multitudes.sklearn", 1
 OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")

@@ -16,8 +16,6 @@ from multitudes.data.features import features_of
 from multitudes.data.reading import number_of
 from multitudes.data.tables import Choice, TableEncoder
 
-__all__ = ["check_names", "columns_of", "encoded", "fitted_encoder", "is_frame", "of_numbers", "plain"]
-
 
 def is_frame(X: Any) -> bool:
     """Return whether this is a table with named columns: of pandas, of polars or of Arrow."""

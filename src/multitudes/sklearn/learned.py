@@ -22,8 +22,6 @@ from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.conformal import Conformal
 from multitudes.sklearn.inputs import encoded
 
-__all__ = ["Learned", "predicted"]
-
 ROWS = 1024
 """Rows that are predicted together."""
 SEED = 0

@@ -17,8 +17,6 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.quantiles import check_levels
 from multitudes.sklearn.base import MultitudeEstimator
 
-__all__ = ["MultitudeRegressor"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MultitudeRegressor(RegressorMixin, MultitudeEstimator):

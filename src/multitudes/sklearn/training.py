@@ -20,10 +20,9 @@ from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data.kinds import table_training
 from multitudes.methods.registry import Method, Recording
 from multitudes.models import tabular
-from multitudes.training.fit import Epoch, fit
+from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder
-
-__all__ = ["Recipe", "RowBatches", "made", "threads", "trained"]
+from multitudes.training.trainer import Epoch
 
 SETTLING = 2048
 """The most training rows that batch-norm statistics are computed on."""

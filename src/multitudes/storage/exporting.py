@@ -30,21 +30,6 @@ from multitudes.core.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.rewriting import REWRITTEN
 
-__all__ = [
-    "Apart",
-    "check_example",
-    "check_packages",
-    "export",
-    "input_names",
-    "keep_numbers",
-    "members_apart",
-    "opened",
-    "reason",
-    "take_texts",
-    "tensor_names",
-]
-
-
 # -- what can be exported ----------------------------------------------------------------------------------
 
 

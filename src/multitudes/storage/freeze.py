@@ -23,8 +23,6 @@ from multitudes.core.multitude import Multitude, plain
 from multitudes.core.seeding import mixed, seeded
 from multitudes.evaluation.calibrate import Calibrated
 
-__all__ = ["Frozen", "freeze"]
-
 
 @overload
 def freeze(net: Multitude, draws: int = 8, seed: int | None = None) -> Multitude: ...

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW, computing_hooks, described
 
-__all__ = ["check_held", "held_by", "lazy_hooks"]
-
 _DEPTH = 4
 _CODE = re.compile(r"\{(\d+\.\d+):[0-9a-f]+\}")
 """The digest of a function's code, which is another's in another version of Python."""

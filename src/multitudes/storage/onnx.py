@@ -36,8 +36,6 @@ from multitudes.storage.exporting import (
 from multitudes.storage.freeze import freeze
 from multitudes.storage.save import check_path
 
-__all__ = ["Raw", "to_onnx", "write_onnx"]
-
 VALUES = ("mean", "members")
 """The outputs that are values of their own, and no deviation."""
 

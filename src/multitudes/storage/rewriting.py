@@ -16,8 +16,6 @@ from torch import Tensor
 
 from multitudes.core.attention import Attention
 
-__all__ = ["REWRITTEN"]
-
 aten: Any = torch.ops.aten
 Number = Tensor | float
 

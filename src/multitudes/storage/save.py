@@ -18,8 +18,6 @@ from multitudes.evaluation.conformal import Conformal, ConformalScore
 from multitudes.evaluation.temperature import SCALINGS
 from multitudes.storage.structure import describe, rebuild
 
-__all__ = ["check_path", "from_parts", "load", "read_calibration", "save", "to_parts"]
-
 HEADER = "multitudes"
 """The entry of the file's header that holds the structure, as JSON."""
 

@@ -27,8 +27,6 @@ from multitudes.core.multitude import Multitude, plain
 from multitudes.core.settings import FOUND_ANEW
 from multitudes.storage.held import check_held, held_by, lazy_hooks
 
-__all__ = ["describe", "rebuild"]
-
 Node = dict[str, Any]
 
 MOST_MEMBERS = 1_000_000

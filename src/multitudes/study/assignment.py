@@ -18,15 +18,15 @@ from multitudes import data as datasets
 from multitudes.core.checks import check_seed
 from multitudes.core.devices import device_of
 from multitudes.core.files import read_json
-from multitudes.core.multitude import Criterion, Multitude
+from multitudes.core.multitude import Multitude
+from multitudes.core.tasks import Criterion
 from multitudes.core.tasks.gaussian import beta_nll
 from multitudes.data import Data, Loader
-from multitudes.study.methods import METHODS, Method, build, method_of, unfit
+from multitudes.methods.registry import Method
+from multitudes.study.methods import METHODS, build, method_of, unfit
 from multitudes.study.networks import build_network, outputs_of
 from multitudes.training.optimizers import batch_size_for
 from multitudes.training.precision import AUTO, precision_dtype
-
-__all__ = ["Assignment", "Batches", "data_of", "inside_run", "precision_on"]
 
 APART = ("batch_size", "augment", "patience", "class_weight", "average")
 """Keys of the training that are no arguments of `fit` for a network by itself."""

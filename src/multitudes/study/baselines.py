@@ -14,8 +14,6 @@ from multitudes.data import Data
 from multitudes.metrics import balanced_accuracy, macro_auroc
 from multitudes.metrics.regression_inputs import Forecasts
 
-__all__ = ["measure_baselines"]
-
 MOST_ROWS = 50_000
 """Of a larger test part, what each row adds to a score is not kept."""
 MOST_FOR_FOREST = 20_000

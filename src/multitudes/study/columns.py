@@ -10,23 +10,6 @@ from typing import Any
 from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row, Value
 
-__all__ = [
-    "COSTS",
-    "SCORES",
-    "Column",
-    "caption",
-    "column_of",
-    "costs",
-    "first_columns",
-    "fixed",
-    "imbalance",
-    "in_words",
-    "is_vague",
-    "more_columns",
-    "remark",
-]
-
-
 MOST_UNEVEN = 3.0
 """How many times as many training rows the largest class has as the smallest before that is said."""
 

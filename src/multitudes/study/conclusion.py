@@ -17,8 +17,6 @@ from multitudes.study.importance import NAME, measure_importance
 from multitudes.study.store import Run
 from multitudes.study.trained import Trained
 
-__all__ = ["measure_all", "write_landscape"]
-
 LANDSCAPE = "landscape.json"
 
 Say = Callable[[str], None]

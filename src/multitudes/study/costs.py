@@ -29,20 +29,8 @@ from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.save import load
 from multitudes.study.assignment import Assignment
 from multitudes.study.store import Job, Run
-from multitudes.training.fit import Progress, fit
-
-__all__ = [
-    "Prediction",
-    "Ratio",
-    "TrainingStep",
-    "commit",
-    "in_turns",
-    "machine",
-    "measure_times",
-    "multiply_adds",
-    "parameters",
-    "versions",
-]
+from multitudes.training.fit import fit
+from multitudes.training.trainer import Progress
 
 BATCH = 256
 """The most inputs that are timed at once."""

@@ -25,19 +25,6 @@ from multitudes.core.checks import check_count, check_number
 from multitudes.study.monitor import Interrupted, JobProgress, Monitor, Outcome, Snapshot
 from multitudes.study.store import Run
 
-__all__ = [
-    "GRACE",
-    "Driver",
-    "LostError",
-    "conversation",
-    "cores",
-    "end_with_parent",
-    "last_line",
-    "run_cluster",
-    "run_local",
-    "threads",
-]
-
 LOCAL, RAY = "multitudes.study.local_driver", "multitudes.study.ray_driver"
 LINUX = sys.platform.startswith("linux")
 GRACE = 10.0

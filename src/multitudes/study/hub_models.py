@@ -25,8 +25,6 @@ from multitudes.models.huggingface import FromTokens
 from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import redraw
 
-__all__ = ["PREFIX", "HubModel", "build_hub_model", "is_hub"]
-
 PREFIX = "hf:"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")

@@ -25,8 +25,6 @@ from multitudes.study.rows import TARGETS
 from multitudes.study.store import Run
 from multitudes.study.trained import Trained
 
-__all__ = ["NAME", "importance", "in_a_sentence", "measure_importance"]
-
 NAME = "importance.json"
 MOST_ROWS = 1000
 """Test rows that are predicted again for each column."""

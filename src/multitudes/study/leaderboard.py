@@ -17,8 +17,6 @@ from multitudes.study.paired import Comparison
 from multitudes.study.rows import Row, Value, known_score
 from multitudes.study.store import Job, Run
 
-__all__ = ["Row", "Value", "best", "better", "leaderboard", "level_with_best", "score_to_rank_by"]
-
 COSTS = ("parameters", "multiply_adds", "training_seconds", "peak_memory_bytes", "inference_time", "training_time")
 
 

@@ -23,8 +23,6 @@ from multitudes.study.execution import GRACE, LINUX, TRIES, Tell, conversation, 
 from multitudes.study.monitor import JobProgress
 from multitudes.study.store import Job, failure_in
 
-__all__ = ["main"]
-
 PRELOADED = ("multitudes.study.worker", "safetensors.torch", "sklearn.datasets", "torch.profiler", "PIL.Image")
 """What jobs import, or some of them, as far as it is installed. It must not start a GPU, or threads that forks lose."""
 OUTPUT = "output.txt"

@@ -24,8 +24,6 @@ from multitudes.metrics import ECE, MCE, NLL, RMSE, Accuracy, LogDensity, macro_
 from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.study.assignment import Batches
 
-__all__ = ["Measured", "calibrated", "measured"]
-
 SAVED_MEMBERS = 16
 """The most members or draws whose predictions are saved."""
 GROUPS = 64

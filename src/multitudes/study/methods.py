@@ -11,8 +11,6 @@ from multitudes.core.multitude import Multitude
 from multitudes.data.kinds import kind_of_shape
 from multitudes.methods.registry import Method, chosen, collect
 
-__all__ = ["METHODS", "Method", "build", "method_of", "methods_for", "unfit"]
-
 METHODS = collect()
 """The methods by name, the single network first."""
 

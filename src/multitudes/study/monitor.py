@@ -10,8 +10,6 @@ from typing import Any
 
 from multitudes.study.store import Job, Run
 
-__all__ = ["Interrupted", "JobProgress", "Monitor", "Outcome", "Snapshot", "time_left"]
-
 
 @dataclass(frozen=True)
 class JobProgress:

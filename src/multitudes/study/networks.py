@@ -17,8 +17,6 @@ from multitudes.data.kinds import kind_of_shape, transformer_training
 from multitudes.data.types import NETWORK_TASKS
 from multitudes.study.hub_models import build_hub_model, is_hub
 
-__all__ = ["build_network", "code_of", "defaults", "file_digest", "network_names", "outputs_of"]
-
 KEYS = ("name", "settings", "file", "sha256", "config", "kind", "weights")
 
 

@@ -24,8 +24,6 @@ from multitudes.core.checks import needed
 from multitudes.metrics.declare import RANKS, Better
 from multitudes.study.rows import Row
 
-__all__ = ["Comparison", "Difference"]
-
 LEVEL = 0.95
 PRIOR = 4
 """How many degrees of freedom the variance of the methods in the middle counts for, beside a method's own."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multitudes.core.files import DamagedError, check_seal, write_json
+from multitudes.core.files import DamagedError, check_seal, write_atomically, write_json
 from multitudes.core.seeding import seeded
 from multitudes.data import Data, load, save
 from multitudes.data.features import Pixels
@@ -22,11 +22,9 @@ from multitudes.study.hub_models import HubModel, is_hub
 from multitudes.study.methods import METHODS, build
 from multitudes.study.networks import build_network, file_digest, outputs_of
 from multitudes.study.spec import NOTHING, Spec
-from multitudes.study.store import Job, Run, write_atomically
+from multitudes.study.store import Job, Run
 from multitudes.study.toml import Place
 from multitudes.training.optimizers import batch_size_for
-
-__all__ = ["StaleError", "planned", "prepare", "stale_jobs"]
 
 VERSION = 1
 

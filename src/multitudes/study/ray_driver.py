@@ -15,12 +15,11 @@ from dataclasses import asdict
 from typing import Any
 
 from multitudes.core.checks import needed
+from multitudes.core.files import write_atomically
 from multitudes.study.execution import GRACE, Tell, conversation, threads
 from multitudes.study.monitor import JobProgress
 from multitudes.study.ray_node import Board, Result, work
-from multitudes.study.store import Job, Run, write_atomically
-
-__all__ = ["main"]
+from multitudes.study.store import Job, Run
 
 
 def main() -> None:

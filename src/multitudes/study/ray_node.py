@@ -19,11 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from multitudes.core.files import write_atomically
 from multitudes.study.execution import LOCAL, Driver, LostError, end_with_parent
 from multitudes.study.monitor import JobProgress
-from multitudes.study.store import Job, write_atomically
-
-__all__ = ["Board", "Result", "work"]
+from multitudes.study.store import Job
 
 FOLDERS = "multitudes-nodes"
 """The folder of the folders, in that for temporary files."""

@@ -18,8 +18,6 @@ from multitudes.study.leaderboard import best, better, level_with_best, score_to
 from multitudes.study.paired import Comparison, Difference
 from multitudes.study.rows import MODELS, Row
 
-__all__ = ["Advice", "Point", "Recommendation", "recommend"]
-
 NEGLIGIBLE = {"nll": 0.03, "brier": 0.03, "crps": 0.02, "rmse": 0.02, "accuracy": 0.005, "log_density": 0.03}
 """Gains that do not matter: of the single network's score, but of accuracy and log density as they are."""
 ABSOLUTE = ("accuracy", "log_density")

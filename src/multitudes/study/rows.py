@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MODELS", "TARGETS", "Row", "Targets", "Value", "known_score"]
-
 
 @dataclass(frozen=True)
 class Targets:

@@ -19,21 +19,6 @@ needed("pydantic", "study", "a study")  # says which extra has it, where the imp
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field  # noqa: E402
 
-__all__ = [
-    "DataSection",
-    "EvaluationSection",
-    "MethodSection",
-    "ModelSection",
-    "Section",
-    "Seeds",
-    "SpecError",
-    "TrainingSection",
-    "close",
-    "one_of",
-    "option",
-    "problem",
-]
-
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 

@@ -51,8 +51,6 @@ from multitudes.study.toml import Place, TomlText, at_scale, to_toml
 # isort: split
 from pydantic import Field, PrivateAttr, ValidationError  # after the sections, which say what to install
 
-__all__ = ["Spec", "SpecError"]
-
 SHIFT = ["gaussian_noise", "defocus_blur", "fog", "contrast"]
 """One corruption of each family: noise, blur, weather, digital."""
 

@@ -38,11 +38,8 @@ from multitudes.core.files import (
     open_own,
     read_json,
     sealing,
-    write_atomically,
     write_json,
 )
-
-__all__ = ["AGAIN", "PREDICTIONS", "Job", "Run", "failure_in", "write_atomically"]
 
 AGAIN = "the command that made it, given once more, does this job again"
 WRITTEN_AGAIN = "the command that made the run writes it again"

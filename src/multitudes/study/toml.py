@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Place", "TomlText", "at_scale", "to_toml"]
-
 Place = tuple[str | int, ...]
 """Where a value is: `("training", "epochs")`, `("seeds", 1)`."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multitudes.core.devices import device_of
+from multitudes.core.files import write_atomically
 from multitudes.core.multitude import Multitude
 from multitudes.core.predictor import Predictor
 from multitudes.core.tasks.predictive import Predictive
@@ -28,10 +29,8 @@ from multitudes.storage.save import load
 from multitudes.study.assignment import Batches, data_of, precision_on
 from multitudes.study.hub_models import is_hub
 from multitudes.study.networks import build_network, code_of, file_digest, outputs_of
-from multitudes.study.store import Job, Run, write_atomically
+from multitudes.study.store import Job, Run
 from multitudes.training.precision import check_precision
-
-__all__ = ["Trained", "export", "export_inputs", "find_job", "mixed_precision", "tokenizer_path"]
 
 EXAMPLES = 64
 """How many test inputs the file is compared with torch on."""

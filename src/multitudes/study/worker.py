@@ -29,10 +29,9 @@ from multitudes.study.assignment import Assignment, Batches
 from multitudes.study.measuring import calibrated, measured
 from multitudes.study.store import PREDICTIONS, Job
 from multitudes.training.checkpoint import saved_step
-from multitudes.training.fit import Epoch, Progress, fit
+from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder
-
-__all__ = ["main", "run"]
+from multitudes.training.trainer import Epoch, Progress
 
 SETTLING = 2048
 """The most training inputs that batch-norm statistics are computed on."""

@@ -24,23 +24,6 @@ from multitudes.core.copying import copied
 from multitudes.core.settings import computing_hooks
 from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Selector, select
 
-__all__ = [
-    "AffineMap",
-    "affine_layers",
-    "axis_of",
-    "computes",
-    "has_other_hooks",
-    "is_changed",
-    "kind_of",
-    "maps_of",
-    "plain_copy",
-    "product",
-    "product_kind",
-    "run_with",
-    "select_affine",
-    "weight_of",
-]
-
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
 """Layers that are converted as a whole: of several maps, or of several inputs."""

@@ -25,8 +25,6 @@ from multitudes.core.trace import Trace, observing, recording
 from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention, scaled
 from multitudes.surgery.observe import Read, answered
 
-__all__ = ["Attention", "HeadChoice", "Pattern", "choose", "observe_attention"]
-
 Pattern = tuple[int, int]
 """How channels are taken apart: into how many equal parts, and in blocks of how many neighbors."""
 

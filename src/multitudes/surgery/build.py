@@ -15,8 +15,6 @@ from multitudes.core.trace import observing
 from multitudes.surgery.layers import Factory, check_model
 from multitudes.surgery.observe import cheap_example
 
-__all__ = ["Build", "build_function", "built_at", "refuse_options", "whole_network"]
-
 Build = Callable[[float], nn.Module]
 """A function that constructs a network at a fraction of its width: `build(1.0)` is the network at its full width."""
 

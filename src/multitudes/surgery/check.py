@@ -16,13 +16,12 @@ from multitudes.core.calling import Input, call, mapped, plain_attention, tensor
 from multitudes.core.checks import plural
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.members import RUNNERS, Members
+from multitudes.core.members import Members
 from multitudes.core.multitude import Multitude
 from multitudes.core.noise import STILL, Redrawn
 from multitudes.core.proof import running_statistics
+from multitudes.core.runners.independent import RUNNERS
 from multitudes.core.shared import SharedMembers
-
-__all__ = ["Checked", "check"]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from multitudes.core.trace import hooked, unmoved
 from multitudes.surgery.layers import Selector, select
 from multitudes.surgery.observe import example_for
 
-__all__ = ["final_layers", "output_layers"]
-
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
     """The names of a network's output layers: those that `heads` selects, or those that are found.

@@ -27,8 +27,6 @@ from multitudes.core.seeding import seeded
 from multitudes.core.settings import computing_hooks, holding
 from multitudes.surgery.layers import within
 
-__all__ = ["RULES", "Own", "is_hugging_face", "judge", "redraw"]
-
 RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 _SAMPLE = 2**16
 """The most numbers of a parameter that are compared."""

@@ -33,8 +33,6 @@ from multitudes.surgery.narrow_proof import prove, runs_like, standing_alone
 from multitudes.surgery.observe import executed
 from multitudes.surgery.watch import Along, Watch, changed, loses_the_same
 
-__all__ = ["narrowed_copy", "rescaled", "warn_of_whole"]
-
 
 def narrowed_copy(
     model: nn.Module,

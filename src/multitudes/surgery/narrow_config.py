@@ -18,8 +18,6 @@ from multitudes.core.seeding import seeded
 from multitudes.surgery.cuts import CannotNarrow, scaled
 from multitudes.surgery.initialise import is_hugging_face
 
-__all__ = ["follow_configs", "narrowed_config", "narrower_models"]
-
 _WIDTHS = (
     "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner",
     "moe_intermediate_size", "shared_expert_intermediate_size", "embedding_size", "decoder_hidden_size",

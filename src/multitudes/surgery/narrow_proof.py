@@ -19,8 +19,6 @@ from multitudes.surgery.cuts import CannotNarrow, Cut, form_of
 from multitudes.surgery.observe import Read, answered
 from multitudes.surgery.watch import Along, holding_data
 
-__all__ = ["prove", "runs_like", "standing_alone"]
-
 
 def prove(
     model: nn.Module,

@@ -24,20 +24,6 @@ from multitudes.core.trace import hooked, observing, record
 from multitudes.surgery.cuts import is_attention
 from multitudes.surgery.layers import PRODUCTS
 
-__all__ = [
-    "Answer",
-    "Read",
-    "answered",
-    "call_order",
-    "cheap_example",
-    "example_for",
-    "executed",
-    "followed_attention",
-    "kinds_left",
-    "read_by",
-    "tell_reach",
-]
-
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)
 

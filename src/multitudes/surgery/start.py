@@ -30,8 +30,6 @@ from multitudes.surgery.heads import output_layers
 from multitudes.surgery.initialise import Own, judge, redraw
 from multitudes.surgery.layers import Factory, Selector, built, check_model
 
-__all__ = ["INITS", "Start"]
-
 INITS = ("fresh", "pretrained", "heads")
 
 

@@ -16,8 +16,6 @@ from multitudes.surgery.attention import HeadChoice
 from multitudes.surgery.cuts import CannotNarrow, Cut, form_of, is_depthwise
 from multitudes.surgery.observe import Read, answered
 
-__all__ = ["Along", "Watch", "changed", "holding_data", "loses_the_same"]
-
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MovingAverage"]
-
 EARLY = 10
 """In the first steps the average forgets faster, `(1 + step) / (EARLY + step)`: it need not remember where it began."""
 

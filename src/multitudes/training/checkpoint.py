@@ -21,8 +21,6 @@ from multitudes.core.devices import device_in
 from multitudes.core.files import DamagedError
 from multitudes.training.recorder import check_fits, tensors_of
 
-__all__ = ["Checkpoint", "TrainingState", "random_state", "saved_step", "set_random_state"]
-
 Tensors = dict[str, Tensor]
 WITHIN = 30
 """Factor by which a checkpoint within an epoch is due later than at its end."""

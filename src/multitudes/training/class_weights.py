@@ -18,8 +18,6 @@ from multitudes.core.trace import unmoved
 from multitudes.training.objective import batches_from
 from multitudes.training.validation import settle
 
-__all__ = ["ClassWeights", "class_weights_of"]
-
 
 class ClassWeights:
     """One weight for each class.

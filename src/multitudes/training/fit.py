@@ -24,12 +24,10 @@ from multitudes.training.checkpoint import Checkpoint
 from multitudes.training.class_weights import class_weights_of
 from multitudes.training.objective import Objective, size_of
 from multitudes.training.optimizers import make_optimizer
-from multitudes.training.precision import PRECISIONS, precision_dtype
+from multitudes.training.precision import precision_dtype
 from multitudes.training.schedules import Schedule, schedule_of
-from multitudes.training.trainer import Callback, Epoch, Progress, TrainConfig, Trainer
+from multitudes.training.trainer import Callback, Epoch, TrainConfig, Trainer
 from multitudes.training.validation import STOP_BY, Validation
-
-__all__ = ["PRECISIONS", "Epoch", "Progress", "Trainer", "fit"]
 
 
 def fit(

@@ -7,8 +7,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["HeldSignals"]
-
 
 class HeldSignals:
     """Inside, Ctrl-C (SIGINT) and a request to end (SIGTERM) are noted; with `deliver`, or after, they do their work.

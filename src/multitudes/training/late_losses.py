@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Loss", "Losses", "can_hold_back"]
-
 
 class Loss:
     """The loss of a step: a number once somebody asks, and what it is the loss of."""

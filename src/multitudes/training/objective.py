@@ -13,8 +13,6 @@ from multitudes.core.checks import check_count
 from multitudes.core.multitude import Multitude
 from multitudes.core.tasks import Criterion
 
-__all__ = ["Objective", "batches_from", "size_of"]
-
 
 class Objective(nn.Module):
     """A network whose forward is its training objective.

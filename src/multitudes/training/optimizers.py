@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from multitudes.core.checks import check_count, check_number
 
-__all__ = ["OPTIMIZERS", "batch_size_for", "can_fuse", "make_optimizer"]
-
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda groups, lr, momentum, **more: torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, **more),
     "adam": lambda groups, lr, momentum, **more: torch.optim.Adam(groups, lr, **more),

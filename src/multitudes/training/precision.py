@@ -10,8 +10,6 @@ import torch
 
 from multitudes.core.checks import check_choice
 
-__all__ = ["AUTO", "PRECISIONS", "check_precision", "precision_dtype"]
-
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 """Names of precisions, and the dtype of automatic mixed precision."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from multitudes.core.checks import check_choice, check_count, check_number
 
-__all__ = ["SCHEDULES", "Schedule", "constant", "cosine", "cyclic", "linear", "multistep", "schedule_of"]
-
 Schedule = Callable[[float], float]
 """From the share of the training that is done, in [0, 1), to the factor of the learning rate."""
 

@@ -31,8 +31,6 @@ from multitudes.training.objective import Objective, batches_from
 from multitudes.training.schedules import Schedule
 from multitudes.training.validation import Validation, copied_tensors, restore
 
-__all__ = ["Callback", "Epoch", "Progress", "TrainConfig", "Trainer"]
-
 
 @dataclass(frozen=True)
 class Epoch:

@@ -19,8 +19,6 @@ from multitudes.core.trace import unmoved
 from multitudes.training.objective import batches_from
 from multitudes.training.recorder import tensors_of
 
-__all__ = ["STOP_BY", "Prepare", "Validation", "copied_tensors", "restore", "scored", "settle"]
-
 STOP_BY = ("score", "error")
 """Scores to validate by: that of the network's task, or the error of its mean prediction."""
 

@@ -27,8 +27,6 @@ from multitudes.core.seeding import mixed, seeded, torch_generators
 from multitudes.core.settings import holding
 from multitudes.core.trace import Trace, recording, unmoved
 
-__all__ = ["Cost", "Draws", "Run", "check_called", "cost_key", "one_by_one", "vmapped"]
-
 CACHED = 128e6
 """Bytes that draws may hold at once on a CPU, however much memory there is: with more, each draw takes longer."""
 

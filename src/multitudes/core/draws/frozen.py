@@ -19,8 +19,6 @@ from multitudes.core.copying import Sharing
 from multitudes.core.draws.stochastic import Stochastic, drawing
 from multitudes.core.trace import unmoved
 
-__all__ = ["Frozen", "find_rows", "rows_to_find", "scrambled"]
-
 Shape = tuple[int, ...]
 
 

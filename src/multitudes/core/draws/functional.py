@@ -26,11 +26,6 @@ from multitudes.core.proof import alike, running_statistics
 from multitudes.core.settings import holding
 from multitudes.core.trace import recording, unmoved
 
-__all__ = [
-    *("FunctionalNoise", "find_noise", "freeze_when_found", "kept_class"),
-    *("noise_to_find", "noise_to_keep", "own_class", "to_be_kept"),
-]
-
 CHILD = "functional_noise"
 SEED = "functional_noise_seed"
 _MARK = "keeps_functional_noise"

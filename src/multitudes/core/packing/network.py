@@ -20,8 +20,6 @@ from multitudes.core.packing.rules import DROPOUTS, LAYERS
 from multitudes.core.packing.values import CannotPack, Many, Stacked, Team, Value, applied, mapped
 from multitudes.core.trace import attributes_restored, writing_modules
 
-__all__ = ["PackedNetwork", "gains_channels_last"]
-
 
 def gains_channels_last(network: nn.Module) -> bool:
     """Return whether a CPU should keep feature maps channels-last, where max pooling is several times faster.

@@ -18,8 +18,6 @@ from multitudes.core.packing.pointwise import pointwise, worth_a_product
 from multitudes.core.packing.values import RULES, CannotPack, Many, Packed, Stacked, Team, Value
 from multitudes.core.quick_dropout import QuickDropout
 
-__all__ = ["DROPOUTS", "LAYERS"]
-
 Weight = Many | None
 
 

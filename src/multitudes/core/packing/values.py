@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from multitudes.core.at_once import at_once
 from multitudes.core.calling import InputError
 
-__all__ = ["RULES", "CannotPack", "Many", "Packed", "Stacked", "Team", "Value", "applied", "mapped"]
-
 RULES: dict[Any, Callable[..., Any]] = {}
 """How torch's functions run for all members at once: `rule(function, *args, **kwargs)`, as the function, gives the
 result, or `NotImplemented` for arguments that it does not know (`rules.py`)."""

@@ -18,8 +18,6 @@ from multitudes.core.runners.size import convolves, is_small, is_watched
 from multitudes.core.runners.template import CannotStack
 from multitudes.core.runners.vmapped import VmappedRunner
 
-__all__ = ["RUNNERS", "IndependentRunners"]
-
 RUNNERS = ("auto", "loop", "packed", "vmapped")
 
 FAST: dict[str, type[PackedRunner] | type[VmappedRunner]] = {"packed": PackedRunner, "vmapped": VmappedRunner}

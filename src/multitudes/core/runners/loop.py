@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from multitudes.core.calling import Input, call
 from multitudes.core.draws.stochastic import as_member
 
-__all__ = ["LoopRunner"]
-
 
 class LoopRunner:
     """`torch.stack([member(x) for member in members])`, each member with its own random numbers where it draws."""

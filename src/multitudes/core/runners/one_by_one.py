@@ -14,8 +14,6 @@ from multitudes.core.member_layer import MemberLayer, member_layers
 from multitudes.core.snapshot import Versions
 from multitudes.core.views import Views, may_write, run, view
 
-__all__ = ["OneByOne", "member_view"]
-
 
 class OneByOne:
     """Run each member alone on the batch as it is, `x -> [M, B, ...]`.

@@ -9,8 +9,6 @@ from multitudes.core.draws.stochastic import attached
 from multitudes.core.packing import PackedNetwork
 from multitudes.core.runners.template import CannotStack, Template
 
-__all__ = ["PackedRunner"]
-
 
 class PackedRunner:
     """Run networks of one architecture side by side, `[B, M*C, ...]` (see `core/packing`).

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-__all__ = ["INDEPENDENT", "SHARED", "Row", "Use", "runners_for"]
-
 
 @dataclass(frozen=True)
 class Use:

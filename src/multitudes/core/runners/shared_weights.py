@@ -27,8 +27,6 @@ from multitudes.core.snapshot import Versions
 from multitudes.core.trace import Shape, recording, unmoved
 from multitudes.core.views import run
 
-__all__ = ["SharedRunners"]
-
 Runner = OneByOne | SideBySide | Tiled
 
 _WARNING = "Cannot batch the members of this network ({reason}); running them one after the other."

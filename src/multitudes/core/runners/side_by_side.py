@@ -16,8 +16,6 @@ from multitudes.core.snapshot import Versions
 from multitudes.core.trace import attributes_restored, writing_modules
 from multitudes.core.views import Views, may_write, run, view
 
-__all__ = ["CannotShare", "SideBySide", "Tiled"]
-
 
 class CannotShare(InputError):
     """The reason why members cannot share one run."""

@@ -15,8 +15,6 @@ from multitudes.core.packing.network import gains_channels_last
 from multitudes.core.snapshot import hooked_module
 from multitudes.core.trace import recording, unmoved
 
-__all__ = ["MANY", "MOST_BYTES", "MOST_KERNELS", "MOST_MAPS", "MOST_WEIGHTS", "convolves", "is_small", "is_watched"]
-
 MANY = 8
 """The members from which calling layers M times takes longer than stacking their weights in every call. Of fewer, only
 convolutions of several rows are faster packed."""

@@ -14,8 +14,6 @@ from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.snapshot import Snapshot, hooked_module
 
-__all__ = ["CannotStack", "Template"]
-
 Slot = tuple[str, bool, list[dict[str, Any]]]
 """A tensor's last name, if it is a buffer, and the registries of all members that hold it."""
 

@@ -12,8 +12,6 @@ from multitudes.core.draws.stochastic import as_member
 from multitudes.core.runners.template import Template
 from multitudes.core.trace import attributes_restored, writing_modules
 
-__all__ = ["VmappedRunner"]
-
 
 class VmappedRunner:
     """Run networks of one architecture at once, with stacked weights `[M, ...]` under `torch.vmap`."""

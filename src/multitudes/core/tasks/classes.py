@@ -18,8 +18,6 @@ from multitudes.core.calling import Input, InputError, tensors_in
 from multitudes.core.tasks.criteria import CROSS_ENTROPIES
 from multitudes.core.tasks.task import Task
 
-__all__ = ["Binary", "ClassTask", "Classification", "Multilabel", "Tokens", "check_class_axis", "check_clear"]
-
 BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)
 
 

@@ -13,11 +13,6 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import InputError
 
-__all__ = [
-    *("CROSS_ENTROPIES", "Criterion", "at_least_float32", "is_any", "reduced"),
-    *("setting_of", "spread", "target_losses", "unwrapped", "weighted_by_row", "weighted_mean"),
-]
-
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """`(prediction [B, ...], target [B, ...]) -> mean over the batch`."""
 

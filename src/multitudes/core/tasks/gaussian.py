@@ -18,8 +18,6 @@ from multitudes.core.checks import check_number
 from multitudes.core.tasks.criteria import at_least_float32, reduced, spread
 from multitudes.core.tasks.values import ValueTask
 
-__all__ = ["VARIANCE_FLOOR", "Gaussian", "beta_nll", "gaussian_nll", "join_gaussian", "mixture_nll", "split_gaussian"]
-
 VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that no likelihood is infinite
 
 

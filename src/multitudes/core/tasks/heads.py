@@ -10,8 +10,6 @@ from torch import nn
 
 from multitudes.core.calling import chosen_output
 
-__all__ = ["head_task", "predicts_next_tokens"]
-
 TOKEN_HEADS = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LABEL_HEADS = (
     *("ForSequenceClassification", "ForImageClassification"),

@@ -19,8 +19,6 @@ from torch import Tensor
 from multitudes.core.tasks import TASKS, task_of
 from multitudes.core.tasks.criteria import at_least_float32
 
-__all__ = ["Predictive"]
-
 
 def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
     """A property of predictions that is computed once, and an error for tasks that do not have it."""

@@ -22,8 +22,6 @@ from multitudes.core.calling import InputError
 from multitudes.core.tasks.criteria import Criterion, at_least_float32, reduced, unwrapped
 from multitudes.core.tasks.values import ValueTask
 
-__all__ = ["Quantiles", "check_levels", "default_levels", "mixture_quantile", "moments", "pinball"]
-
 _HALVINGS = 64  # of the range in which a quantile is looked for: to the last bit in float64
 _CHUNK = 2**24  # how many segments of quantile functions are looked at together
 

@@ -24,8 +24,6 @@ from multitudes.core.tasks.criteria import (
     weighted_mean,
 )
 
-__all__ = ["Task"]
-
 
 class Task(ABC):
     """The meaning of predictions `[S, B, ...]`. Immutable; `core.tasks.task_of` makes one from its name and settings.

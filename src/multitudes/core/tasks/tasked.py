@@ -18,8 +18,6 @@ from multitudes.core.tasks.heads import head_task, predicts_next_tokens
 from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.quantiles import check_levels
 
-__all__ = ["TaskLoss", "Tasked", "member_losses"]
-
 
 class Tasked(nn.Module):
     """The task of a multitude, its own or that of its `network`."""

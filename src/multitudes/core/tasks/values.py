@@ -12,8 +12,6 @@ from multitudes.core.calling import InputError
 from multitudes.core.tasks.criteria import at_least_float32
 from multitudes.core.tasks.task import Task
 
-__all__ = ["Regression", "ValueTask"]
-
 
 class ValueTask(Task):
     """A task whose predictions are of numbers; by default each is a member's mean."""

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from multitudes.methods.laplace.layers import STRUCTURES
 
-__all__ = ["Curvature", "Spectrum", "bytes_for", "structure_for", "wide"]
-
 WORKING = 4
 """How many matrices of its size a decomposition holds at once: itself, its eigenvectors, and what LAPACK needs."""
 WIDE = 8

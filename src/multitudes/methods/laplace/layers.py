@@ -27,8 +27,6 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.tasks.gaussian import join_gaussian
 from multitudes.surgery.affine import kind_of, maps_of, product, product_kind, weight_of
 
-__all__ = ["STRUCTURES", "LaplaceConv", "LaplaceLayer", "LaplaceLinear", "WithNoise", "WithoutDraws"]
-
 STRUCTURES = ("full", "kron", "diag")
 """From the richest to the smallest."""
 

@@ -29,8 +29,6 @@ from multitudes.methods.laplace.curvature import PART, WIDE, Curvature, Spectrum
 from multitudes.methods.laplace.layers import PROBIT
 from multitudes.methods.laplace.rows import Rows, fits_noise
 
-__all__ = ["Posterior", "measured"]
-
 BOUNDS = -40.0, 40.0
 """The logarithms between which the prior's precision is looked for, relative to 1 / mean(w^2)."""
 TURNS = 64

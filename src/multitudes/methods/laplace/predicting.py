@@ -18,8 +18,6 @@ from multitudes.core.settings import holding
 from multitudes.core.tasks import Task
 from multitudes.methods.laplace.layers import LaplaceLayer, WithoutDraws
 
-__all__ = ["Laplace", "LaplaceMembers", "approximations"]
-
 
 class Laplace(Multitude):
     """A network whose output layer has a Gaussian posterior.

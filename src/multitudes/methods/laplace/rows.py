@@ -38,8 +38,6 @@ from multitudes.surgery.affine import affine_layers, has_other_hooks, kind_of, m
 from multitudes.surgery.heads import final_layers
 from multitudes.surgery.layers import Selector, check_untied, select
 
-__all__ = ["Rows", "described", "fits_noise", "output_layer", "rows_of"]
-
 
 def fits_noise(task: Task) -> bool:
     """Whether the variance of the noise is no output of the network, and fitted or given."""

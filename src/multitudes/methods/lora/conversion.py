@@ -25,8 +25,6 @@ from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_unt
 from multitudes.surgery.observe import kinds_left, tell_reach
 from multitudes.surgery.start import Start
 
-__all__ = ["ROWS", "LoraMembers", "lora"]
-
 
 class LoraMembers(SharedMembers):
     """Members that are low-rank adapters of one frozen network."""

@@ -23,8 +23,6 @@ from multitudes.methods.member_affine import AffineMemberLayer
 from multitudes.surgery.affine import AffineMap, kind_of, weight_of
 from multitudes.surgery.layers import CONVOLUTIONS
 
-__all__ = ["Lora", "widths_of"]
-
 
 def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:
     """Inputs and outputs of a weight as a matrix: of a convolution, its inputs at all places of the kernel."""

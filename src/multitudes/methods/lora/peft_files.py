@@ -24,8 +24,6 @@ from multitudes.methods.own_layers import Own, OwnBlock
 from multitudes.surgery.affine import affine_layers, kind_of, maps_of, weight_of
 from multitudes.surgery.layers import CONVOLUTIONS
 
-__all__ = ["Adapter", "Part", "read_adapter", "with_adapters", "write_adapters"]
-
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 TASKS = {

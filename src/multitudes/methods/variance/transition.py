@@ -24,9 +24,9 @@ from multitudes.core.calling import Input, call, plain_attention, prediction_in,
 from multitudes.core.checks import check_choice, check_count, check_number
 from multitudes.core.copying import copied
 from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import Criterion, Multitude, plain
+from multitudes.core.multitude import Multitude, plain
 from multitudes.core.seeding import seeded
-from multitudes.core.tasks import task_of
+from multitudes.core.tasks import Criterion, task_of
 from multitudes.core.tasks.classes import check_clear
 from multitudes.core.trace import hooked, recording
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
