@@ -124,9 +124,11 @@ def test_a_view_shares_tensors_and_unchanged_layers() -> None:
     network.double()
     assert twin[0][0].weight.dtype == torch.float64
     views = Views(network, lambda network: [view(network, {"0.0": {"in_features": 7}})])
+    views.versions.look()
     first = views.current()[0]
     assert views.current()[0] is first
     network[0].eval()
+    views.versions.look()
     assert views.current()[0] is not first and not views.current()[0][0].training
 
 

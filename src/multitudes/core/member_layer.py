@@ -135,12 +135,8 @@ class MemberLayer(nn.Module):
             return True
         if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
             return False
-        return not x.is_cuda and weight.numel() * (1 if self._gets_own_rows else self.members) < x.numel()
-
-    @property
-    def _gets_own_rows(self) -> bool:
-        """True where x has the rows of one member, alone or under vmap."""
-        return self.member is not None or self.vmapped
+        rows = 1 if self.vmapped or self.member is not None else self.members
+        return not x.is_cuda and weight.numel() * rows < x.numel()
 
     @property
     def _hooked(self) -> bool:
@@ -148,32 +144,32 @@ class MemberLayer(nn.Module):
 
     # -- all members -------------------------------------------------------------------------------------
 
-    def _all(self, function: Callable[[Tensor], Tensor], x: Tensor, made: bool = False) -> Tensor:
-        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to those of x.
+    def _all(self, function: Callable[..., Tensor], *tensors: Tensor, made: bool = False) -> Tensor:
+        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to those of this layer's tensors.
 
-        Rows that this layer has `made` itself are tiled, whatever its input is.
+        They are `[M*B, ...]`, or untiled `[B, ...]`. What this layer has `made` is tiled, whatever its input is.
         """
-        if (members := self._at_once()) is None:
-            return function(self._rows(x, made)).flatten(0, 1)
-        rows = members.whole(x)
-        with members.outside():
-            return members.own(function(rows))
+        if self.vmapped:
+            members = self._at_once()
+            whole = [members.whole(x) for x in tensors]
+            with members.outside():
+                return members.own(function(*whole))
+        rows = []
+        for x in tensors:
+            tiled = made or not self.untiled
+            if tiled and (x.dim() <= -self.axis or x.shape[0] % self.members):
+                raise ValueError(
+                    f"a {type(self.layer).__name__} that tells {self.members} members apart got an input of shape "
+                    f"{list(x.shape)}, whose first axis does not hold the rows of each member one after the other"
+                )
+            rows.append(x.unflatten(0, (self.members, -1)) if tiled else x.expand(self.members, *x.shape))
+        return function(*rows).flatten(0, 1)
 
-    def _at_once(self) -> AtOnce | None:
-        """Return the members that run under vmap; None where their rows are one batch."""
-        lane = RUNNING.get().lane if self.vmapped else None
-        return None if lane is None else lane.enter()
-
-    def _rows(self, x: Tensor, made: bool = False) -> Tensor:
-        """Return x `[M*B, ...]`, or untiled rows `[B, ...]`, as `[M, B, ...]`."""
-        if self.untiled and not made:
-            return x.expand(self.members, *x.shape)
-        if x.dim() <= -self.axis or x.shape[0] % self.members:
-            raise ValueError(
-                f"a {type(self.layer).__name__} that tells {self.members} members apart got an input of shape "
-                f"{list(x.shape)}, whose first axis does not hold the rows of each member one after the other"
-            )
-        return x.unflatten(0, (self.members, -1))
+    def _at_once(self) -> AtOnce:
+        """Return the members that run under vmap."""
+        lane = RUNNING.get().lane
+        assert lane is not None
+        return lane.enter()
 
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Apply each member's `own` layer, a function of its number, to its rows."""
@@ -188,13 +184,14 @@ class MemberLayer(nn.Module):
         if self.member is not None:
             return function(x, *(each[self.member].to(x.dtype).view(shape) for each in values))
         own = [each.to(x.dtype).view(self.members, *shape) for each in values]
-        return self._all(lambda rows: function(rows, *own), x, made)
+        return self._all(lambda rows: function(rows, *own), x, made=made)
 
     def _separately(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of a member's number and its own arguments for each member, whatever it takes and gives."""
-        members = self._at_once()
-        if members is None:
+        if not self.vmapped:
             raise ValueError(f"{self._named()} cannot tell its members' rows apart in one batch")
+
+        members = self._at_once()
 
         def part(index: int) -> Any:
             return tree_map_only(

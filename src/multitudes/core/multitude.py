@@ -61,7 +61,7 @@ class Multitude(Tasked):
     independent = False
     """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_rewrites")
+    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
     """The attributes that are caches, filled by running, which copies and files leave out."""
 
     _rewrites = False  # whether the network writes into its input what stays when it is written again
@@ -98,6 +98,12 @@ class Multitude(Tasked):
         """Clear the caches (`found_anew`), which are filled again by running."""
         self._draw_cache = Draws()
         self._settled = self._rewrites = False
+        self._last = None
+
+    @property
+    def template(self) -> nn.Module:
+        """The network whose class, configuration and attributes stand for the multitude's."""
+        return self.network
 
     # -- the four verbs ----------------------------------------------------------------------------------
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, input_errors
+from multitudes.core.calling import Input, InputError, input_errors, tensors_in, tile, use_of
 from multitudes.core.calling import rows as some_rows
 from multitudes.core.clipping import clip_each
+from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied, share_hooks
+from multitudes.core.draws.functional import to_be_kept
+from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.member_layer import member_layers
 from multitudes.core.multitude import Multitude
-from multitudes.core.runners.shared_weights import SharedRunners
+from multitudes.core.proof import FAILURES, Verdicts, difference, first_difference, rows_interact, running_statistics
+from multitudes.core.runners.one_by_one import OneByOne, member_view
+from multitudes.core.runners.selection import SHARED, Use, runners_for
+from multitudes.core.runners.side_by_side import CannotShare, SideBySide, Tiled
+from multitudes.core.settings import computing_hooks
+from multitudes.core.snapshot import Versions
 from multitudes.core.tasks import Criterion
+from multitudes.core.trace import Shape, recording, unmoved
 from multitudes.core.views import copies, run, write
 
 
@@ -102,16 +116,18 @@ class SharedMembers(Multitude):
 
     def train(self, mode: bool = True) -> SharedMembers:
         super().train(mode)
-        self._runners.one_by_one.refresh()  # a compiled graph cannot look for what has changed
+        if self._runners.one_by_one.views.views:  # a compiled graph cannot look for what has changed
+            self._runners.one_by_one.current()
         return self
 
     # -- the protocol ------------------------------------------------------------------------------------
 
     def _of_first(self, x: Input) -> Tensor:
-        return run(self._runners.one_by_one.views.current()[0], x)
+        return run(self._runners.one_by_one.current()[0], x)
 
     def _prepare(self, x: Input) -> None:
-        self._runners.choose(x)
+        if not self._runners.knows(x):
+            self._runners.choose(x)
 
     def _member(self, index: int) -> nn.Module:
         layers = member_layers(self.network).values()
@@ -123,3 +139,227 @@ class SharedMembers(Multitude):
         if views.views:
             write(member, copies(views.written(index)))
         return member
+
+
+# -- how they run ------------------------------------------------------------------------------------------
+
+Runner = OneByOne | SideBySide | Tiled
+
+_WARNING = "Cannot batch the members of this network ({reason}); running them one after the other."
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Facts about a network, as one run shows them, on which the choice of a runner depends."""
+
+    first: str = ""
+    """The first layer that differs between members; empty where a layer draws, or nothing is known."""
+    shared: float = 0.0
+    """The share of the multiply-adds that comes before it."""
+    products: float = inf
+    """Bytes of all members' input of a layer, where all that differ are batched products."""
+    hooked: bool = False
+    """True where hooks see what differs between members."""
+
+
+class SharedRunners:
+    """The runners of a network whose members share weights, with what was found out about them.
+
+    Copies keep the attributes that each member's code has written, and how compiled graphs run; nothing is saved.
+    """
+
+    def __init__(self, network: nn.Module, members: int) -> None:
+        self.network, self.members = network, members
+        self.versions = Versions(network)
+        self.one_by_one = OneByOne(network, members, self.versions)
+        self.tiles_in_graphs: dict[bool, bool] = {}  # by mode
+        self.forget()
+
+    def forget(self) -> None:
+        """Clear what was found out about inputs."""
+        self.known: dict[tuple[int, Hashable], Runner] = {}  # by version and kind of input
+        self.divides = Verdicts()  # whether each member can run on rows of its own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("known", "divides")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.forget()
+
+    def run(self, x: Input) -> Tensor:
+        """Run all members, `-> [M, B, ...]`, by the runner for this kind of input, which is looked for once."""
+        if torch.compiler.is_compiling():
+            return self._in_graph(x)(x)
+        key = self._key(x)
+        runner = self.known[key] if key in self.known else self.choose(x)
+        try:
+            return runner(x)
+        except CannotShare:  # only on this input
+            self.known[key] = self.one_by_one
+            return self.one_by_one(x)
+
+    def knows(self, x: Input) -> bool:
+        """Return whether the runner of inputs like `x` was looked for."""
+        return self._key(x) in self.known
+
+    def dividing(self, x: Input) -> SideBySide | Tiled:
+        """Return a runner that gives each member rows of its own, verified on inputs like `x`."""
+        runner = Tiled(self.network, self.members) if self._tiles() else self._side_by_side()
+        member = member_view(self.network, 0)
+
+        def find() -> str:
+            with running_statistics(self.network):
+                trouble = self._difference(x, runner, divided=True)
+                return trouble or rows_interact(self.network, lambda x: run(member, x).unsqueeze(0), x)
+
+        if reason := self.divides.reason(self.versions.look(), self.network, x, find):
+            raise InputError(f"rows='own' needs members that can lie side by side in one batch: {reason}")
+        return runner
+
+    def _tiles(self) -> bool:
+        """Return whether all layers that differ between members take the rows of all as one batch."""
+        return all(layer.tiles for layer in member_layers(self.network).values())
+
+    def _side_by_side(self) -> SideBySide:
+        return SideBySide(self.network, self.members, self.versions)
+
+    def takes_tiled(self, x: Input) -> bool:
+        """Return whether members compute in one batch `[M*B, ...]` what each computes alone."""
+        return self._tiles() and not self._difference(x, Tiled(self.network, self.members))
+
+    def _key(self, x: Input) -> tuple[int, Hashable]:
+        mode, kind = use_of(self.network, x)
+        size = 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
+        return self.versions.look(), (kind, size, self.versions.hooked)
+
+    def _in_graph(self, x: Input) -> Runner:
+        """Return the runner while a graph is compiled, when nothing can be compared: the last one in this mode.
+
+        A device that is fastest with one by one needs no look at an eager run.
+        """
+        if self.network.training not in self.tiles_in_graphs and self._names(x)[0] != "one_by_one":
+            self.choose(x)
+        return Tiled(self.network, self.members) if self.tiles_in_graphs.get(self.network.training) else self.one_by_one
+
+    def _names(self, x: Input, **known: Any) -> tuple[str, ...]:
+        """Return the names of the runners to try, in order."""
+        table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
+        return runners_for(SHARED, Use(tensors_in(x)[0].device.type, self.network.training, _batch(x), table, **known))
+
+    @uncompiled
+    def choose(self, x: Input) -> Runner:
+        """Look for the runner of inputs like `x`."""
+        key = self._key(x)
+        runner = self.known[key] = self._found(x)
+        known = {number for number, _ in self.versions.snapshots.values()}
+        self.known = {key: old for key, old in self.known.items() if key[0] in known}
+        self.tiles_in_graphs[self.network.training] = isinstance(runner, Tiled) or (
+            isinstance(runner, SideBySide) and self.takes_tiled(x)
+        )
+        return runner
+
+    def _found(self, x: Input) -> Runner:
+        """Return the first runner that the table names and that computes what each member computes alone."""
+        if not _batch(x):
+            return self.one_by_one
+        work = self._work(x)
+        names = self._names(x, shared=work.shared, products=work.products)
+        if work.hooked and len(names) > 1:  # a hook cannot keep what it sees under vmap
+            names = "tiled_late", "tiled", "side_by_side"
+        reasons = []
+        for name in names:
+            if name == "one_by_one" or (name != "side_by_side" and not self._tiles()):
+                continue
+            if name == "tiled_late" and not work.first:
+                continue
+            runner: SideBySide | Tiled = self._side_by_side()
+            if name != "side_by_side":
+                first = work.first if name == "tiled_late" else ""
+                runner = Tiled(self.network, self.members, first, self.versions)
+            if not (reason := self._difference(x, runner)):
+                return runner
+            reasons.append(f"{name.replace('_', ' ')}, {reason}")
+        if reasons:
+            warnings.warn(_WARNING.format(reason="; ".join(reasons)), stacklevel=2)
+        return self.one_by_one
+
+    def _work(self, x: Input) -> _Work:
+        """Run the first member once, to see when it calls the layers that differ."""
+        member = member_view(self.network, 0)
+        layers = member_layers(member)
+        drawing = {name for name, module in member.named_modules() if isinstance(module, Stochastic)}
+        hooked = {name for name, module in member.named_modules() if _has_hooks(module)}
+        try:
+            with unmoved(self.network, x), torch.no_grad(), recording(member, tensors=False, work=True) as trace:
+                run(member, x)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return _Work()
+        place = next((place for place, call in enumerate(trace.calls) if call.name in layers.keys() | drawing), None)
+        if place is None or to_be_kept(self.network):
+            return _Work()
+        first, after = trace.calls[place], trace.calls[place:]
+        given = [value for call in after if call.name in layers for value in call.args if isinstance(value, Shape)]
+        largest = max((value.nbytes for value in given), default=0)
+        return _Work(
+            "" if drawing else first.name,
+            first.before / max(1, trace.multiply_adds),
+            self.members * largest if all(layer.batched for layer in layers.values()) else inf,
+            not hooked.isdisjoint(call.name for call in (*first.inside, *after)),
+        )
+
+    # -- verification ------------------------------------------------------------------------------------
+
+    def _difference(self, x: Input, runner: SideBySide | Tiled, divided: bool = False) -> str:
+        """Return how members in one run differ from the first and the last one alone; "" where they agree.
+
+        A batch of one row is verified as two rows too: of one row, all lengths are the same. With `divided`, members
+        get rows of their own, which are the same here.
+        """
+        if _batch(x) == 1:
+            twice = some_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
+            if reason := self._difference(twice, runner, divided):
+                return reason
+        few = sorted({0, self.members - 1})
+        trial: SideBySide | Tiled = SideBySide(self.network, self.members)  # of its own, which keeps what code writes
+        if isinstance(runner, Tiled):
+            trial = Tiled(self.network, self.members, runner.first)
+        with running_statistics(self.network):
+            alone = [member_view(self.network, index) for index in few]
+
+            def fast(x: Input) -> Tensor:
+                if isinstance(trial, Tiled):
+                    return trial(x)
+                return trial.divided(tile(x, self.members), checks=True) if divided else trial(x, checks=True)
+
+            def layer() -> str:
+                part = partial(_own_rows, few[-1], self.members)
+                return first_difference(self.network, lambda: fast(x), lambda: run(alone[-1], x), part)
+
+            def plain(x: Input) -> Tensor:
+                return torch.stack([_unmoved(each, x) for each in alone])
+
+            return difference(
+                self.network, x, lambda x: fast(x)[few], plain, layer=layer if isinstance(trial, Tiled) else None
+            )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that may keep what they see: those of weight norms keep nothing."""
+    return bool(module._forward_hooks) or len(module._forward_pre_hooks) > len(computing_hooks(module))
+
+
+def _unmoved(network: nn.Module, x: Input) -> Tensor:
+    with unmoved(network, x):
+        return run(network, x)
+
+
+def _batch(x: Input) -> int:
+    return len(x if isinstance(x, Tensor) else tensors_in(x)[0])
+
+
+def _own_rows(index: int, members: int, tiled: Tensor) -> Tensor | None:
+    """A member's rows of a tiled tensor; None where they cannot be told."""
+    return tiled.unflatten(0, (members, -1))[index] if tiled.dim() and tiled.shape[0] % members == 0 else None

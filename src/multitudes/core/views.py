@@ -122,8 +122,8 @@ class Views:
         self.may_write = False
 
     def current(self) -> list[nn.Module]:
-        """Return the views of the network as it is now."""
-        if not self.views or (self.versions.look(), self.versions.written) != self.made_of:
+        """Return the views of the network as it was when its version was last looked at."""
+        if not self.views or (self.versions.number, self.versions.written) != self.made_of:
             self._make()
         return self.views
 
@@ -140,7 +140,7 @@ class Views:
         self.may_write = any(self.given)
         for each, own in zip(self.views, written, strict=False):
             write(each, own)
-        self.made_of = self.versions.look(), self.versions.written
+        self.made_of = self.versions.number, self.versions.written
 
     def written(self, index: int) -> Written:
         """Return what the code of a view has written, by the names of module and attribute."""

@@ -86,7 +86,8 @@ class AffineMemberLayer(MemberLayer):
         if self.member is not None:
             return functional_call(self.layer, self.tensors(self.member), args, kwargs)
 
-        if kind_of(self.layer) not in RECURRENT and (members := self._at_once()) is not None:
+        if self.vmapped and kind_of(self.layer) not in RECURRENT:
+            members = self._at_once()
             each = [self.tensors(index) for index in range(self.members)]
             own = {name: members.own(torch.stack([tensors[name] for tensors in each])) for name in each[0]}
             return functional_call(self.layer, own, args, kwargs)

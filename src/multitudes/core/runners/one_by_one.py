@@ -36,10 +36,10 @@ class OneByOne:
             self.views.show()
         return torch.stack(predictions)
 
-    def refresh(self) -> None:
-        """Make the views anew if the network has changed."""
-        if self.views.views:
-            self.views.current()
+    def current(self) -> list[nn.Module]:
+        """Return the members, as views of the network as it is now."""
+        self.views.versions.look()
+        return self.views.current()
 
 
 def member_view(network: nn.Module, index: int) -> nn.Module:

@@ -285,8 +285,9 @@ def _check_several(shape: Sequence[int]) -> None:
 
 def check_clear(predictions: Tensor, y: Tensor) -> None:
     """Raise InputError where targets do not tell that predictions `[S, B, C, ...]` classify."""
-    _check_several(predictions.shape)
     shape = predictions.shape[1:]
+    if len(shape) < 2 or shape[1] == 1:
+        _check_several(predictions.shape)
     if not isinstance(y, Tensor) or len(shape) < 3:
         return
     in_dim_1, last = y.shape == shape[:1] + shape[2:], y.shape == shape[:-1]

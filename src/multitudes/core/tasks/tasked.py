@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,12 @@ class Tasked(nn.Module):
     _quantiles: tuple[float, ...] | None = None
     _next_tokens: bool | None = None
     _targets_checked = False
+    _last: tuple[Any, TrainingLoss] | None = None
 
     @property
+    @abstractmethod
     def template(self) -> nn.Module:
         """The network whose class, configuration and attributes stand for the multitude's."""
-        return self.network
 
     @property
     def task(self) -> str:
@@ -124,38 +127,59 @@ class Tasked(nn.Module):
 
     def _criterion(
         self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
-    ) -> TaskLoss:
-        """Choose the loss to train with; raise an error where the targets do not fit the task or the predictions.
+    ) -> TrainingLoss:
+        """The loss to train with; an error where the targets do not fit the task or the predictions.
 
         On a GPU only the values of the first targets are checked, since looking at them waits for it.
         """
+        objective = self._objective(criterion, task, averages)
+        if not objective.is_known or torch.compiler.is_compiling():
+            return objective  # a criterion of the user's own checks its targets itself
+        if not objective.has_task:
+            check_clear(predictions, y)
+        values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
+        objective.reading.check_targets(predictions, objective.reading.aligned(y), values)
+        if not self._targets_checked:
+            self._targets_checked = True
+        return objective
+
+    def _objective(self, criterion: Criterion | None, task: str | None, averages: bool) -> TrainingLoss:
+        """Find the criterion and the task; the last default criterion is kept, since every step asks for it."""
+        config = getattr(self.template, "config", None)
+        head = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
+        key = task, averages, self.chosen_task, self._quantiles, self._next_tokens, head
+        nested = isinstance(self.template, Tasked)
+        if criterion is None and self._last is not None and self._last[0] == key and not nested:
+            return self._last[1]
         known = task or self.known_task
         chosen = criterion_for(known, criterion, averages)
         reading = self._reading(known or "classification")
-        if criterion is not None and not tasks_of(criterion):  # it checks its targets itself
-            return TaskLoss(partial(_own_loss, chosen), reading, averages_rows=False)
-        if not torch.compiler.is_compiling():
-            if known is None:
-                check_clear(predictions, y)
-            values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
-            reading.check_targets(predictions, reading.aligned(y), values)
-            self._targets_checked = True
-        return TaskLoss(partial(reading.loss, chosen), reading, reading.averages_rows(chosen))
+        is_known = criterion is None or bool(tasks_of(criterion))
+        means = is_known and reading.averages_rows(chosen)
+        loss = partial(reading.loss if is_known else _own_loss, chosen)
+        objective = TrainingLoss(loss, reading, known is not None, is_known, means)
+        if criterion is None and not torch.compiler.is_compiling():
+            self._last = key, objective
+        return objective
 
 
 @dataclass(frozen=True)
-class TaskLoss:
+class TrainingLoss:
     """The loss of a prediction, with the task by which it is read."""
 
     loss: Callable[..., Tensor]
     """A function `(prediction, y, weight=None) -> mean over the batch`."""
     reading: Task
+    has_task: bool
+    """True if the task was chosen, or is that of the network's head."""
+    is_known: bool
+    """True if the criterion is one of torch's or of the library."""
     averages_rows: bool
-    """True if the criterion is known to be the mean over rows."""
+    """True if the criterion is the mean over rows."""
 
 
 def member_losses(
-    objective: TaskLoss, predictions: Tensor, y: Tensor, weight: Tensor | None, alike: bool
+    objective: TrainingLoss, predictions: Tensor, y: Tensor, weight: Tensor | None, alike: bool
 ) -> list[Tensor]:
     """The losses of members' averaged draws, `[M, D, B, ...]`.
 

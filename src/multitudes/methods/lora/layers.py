@@ -57,11 +57,7 @@ class Lora(AffineMemberLayer):
         y = self.run(x, weight)
         if self.member is not None:
             return self._added(y[None], x[None], slice(self.member, self.member + 1))[0]
-        if (members := self._at_once()) is None:
-            return self._added(self._rows(y), self._rows(x), slice(None)).flatten(0, 1)
-        y, x = members.whole(y), members.whole(x)
-        with members.outside():
-            return members.own(self._added(y, x, slice(None)))
+        return self._all(lambda y, x: self._added(y, x, slice(None)), y, x)
 
     def _added(self, y: Tensor, x: Tensor, members: slice) -> Tensor:
         """The layer's answers `[M, B, ..., O]` to x `[M, B, ..., I]`, with what the adapters of these members add."""
