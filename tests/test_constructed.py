@@ -324,6 +324,7 @@ def test_a_network_has_the_last_word_in_its_own_initialiser(each: bool) -> None:
 
 
 def trained() -> nn.Module:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core import members as module
+from multitudes.core.runners import independent as module
 from multitudes.core.runners.size import MANY, MOST_BYTES, MOST_KERNELS, MOST_MAPS, MOST_WEIGHTS
 
 from .hard_networks import HARD

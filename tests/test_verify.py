@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import multitudes as mt
 from multitudes.core.calling import use_of
 from multitudes.core.proof import Verdicts, difference
 
@@ -106,3 +108,16 @@ def test_a_verdict_is_found_once_for_each_kind_of_use() -> None:
     ask("fast", torch.randn(5, 4))
     assert find.count == 6
     assert use_of(network, torch.randn(5, 4)) == use_of(network, torch.randn(9, 4))
+
+
+@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles, mt.deep_ensemble, mt.heads, mt.lora])
+@pytest.mark.parametrize("training", [True, False])
+def test_casts_of_moved_weights_do_not_stay_in_the_cache_of_autocast(
+    method: Callable[..., Any], training: bool
+) -> None:
+    net = method(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 4)), 3, seed=0)
+    net, x = net.train(training), torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = net(x)  # which is verified with moved weights
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(first, net(x), rtol=0, atol=0)

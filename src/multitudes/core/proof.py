@@ -65,7 +65,11 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 
 @contextmanager
 def moved_weights(network: nn.Module) -> Iterator[None]:
-    """Replace every weight by another of about the same size, none of them nearly zero."""
+    """Replace every weight by another of about the same size, none of them nearly zero.
+
+    Autocast caches the casts of weights, which must be neither those from before nor stay.
+    """
+    torch.clear_autocast_cache()
     before = [(parameter, parameter.data) for parameter in network.parameters()]
     try:  # there may not be enough memory
         for number, (parameter, data) in enumerate(before):
@@ -81,6 +85,7 @@ def moved_weights(network: nn.Module) -> Iterator[None]:
     finally:
         for parameter, data in before:
             parameter.data = data
+        torch.clear_autocast_cache()
 
 
 def running_statistics(network: nn.Module) -> AbstractContextManager[None]:

@@ -144,15 +144,17 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
 
 @contextmanager
 def holding_data(data: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Inside, parameters have other values."""
+    """Inside, parameters have other values, and autocast has no casts of the former ones."""
     before = {parameter: parameter.data for parameter in data}
     try:
         for parameter, values in data.items():
             parameter.data = values
+        torch.clear_autocast_cache()
         yield
     finally:
         for parameter, values in before.items():
             parameter.data = values
+        torch.clear_autocast_cache()
 
 
 # -- numbers that a network holds ----------------------------------------------------------------------------
