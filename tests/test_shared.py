@@ -548,3 +548,15 @@ def test_rows_of_their_own_need_a_batch_that_comes_first() -> None:
     x, y = torch.randn(4, 5, 6), torch.tensor([0, 1, 2, 1])
     own = [F.cross_entropy(net.member(i)(x[2 * i : 2 * i + 2]), y[2 * i : 2 * i + 2]) for i in range(2)]
     torch.testing.assert_close(net.loss(x, y), torch.stack(own).mean())
+
+
+@pytest.mark.slow
+def test_compiled_members_do_not_tile_a_trunk_whose_rows_see_each_other() -> None:
+    torch.compiler.reset()
+    model = Of(
+        lambda net, x: net.last((h := net.body(x)) - h.mean(0) * h[:1]), body=nn.Linear(6, 8), last=nn.Linear(8, 3)
+    )
+    net, x = mt.heads(model, 3, layers=["last"], seed=0).train(), torch.randn(5, 6)
+    want = net(x)  # the trunk runs once
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), want)

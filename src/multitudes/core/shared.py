@@ -49,10 +49,6 @@ class SharedMembers(Multitude):
     own_losses = False
     """Add the members' losses where nothing trained is shared, so that each member learns as it would alone."""
 
-    def __init__(self, network: nn.Module, members: int) -> None:
-        super().__init__(network, members)
-        self.forget()
-
     def forget(self) -> None:
         super().forget()
         self._runners = SharedRunners(self.network, self.members)
@@ -179,9 +175,10 @@ class SharedRunners:
         """Clear what was found out about inputs."""
         self.known: dict[tuple[int, Hashable], Runner] = {}  # by version and kind of input
         self.divides = Verdicts()  # whether each member can run on rows of its own
+        self.divider: tuple[int, SideBySide | Tiled] | None = None  # what gives them, with the network's version
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("known", "divides")}
+        return {key: value for key, value in vars(self).items() if key not in ("known", "divides", "divider")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -205,15 +202,18 @@ class SharedRunners:
 
     def dividing(self, x: Input) -> SideBySide | Tiled:
         """Return a runner that gives each member rows of its own, verified on inputs like `x`."""
-        runner = Tiled(self.network, self.members) if self._tiles() else self._side_by_side()
-        member = member_view(self.network, 0)
+        version = self.versions.look()
+        if self.divider is None or self.divider[0] != version:
+            self.divider = version, Tiled(self.network, self.members) if self._tiles() else self._side_by_side()
+        runner = self.divider[1]
 
         def find() -> str:
+            member = member_view(self.network, 0)
             with running_statistics(self.network):
                 trouble = self._difference(x, runner, divided=True)
                 return trouble or rows_interact(self.network, lambda x: run(member, x).unsqueeze(0), x)
 
-        if reason := self.divides.reason(self.versions.look(), self.network, x, find):
+        if reason := self.divides.reason(version, self.network, x, find):
             raise InputError(f"rows='own' needs members that can lie side by side in one batch: {reason}")
         return runner
 
@@ -254,8 +254,9 @@ class SharedRunners:
         runner = self.known[key] = self._found(x)
         known = {number for number, _ in self.versions.snapshots.values()}
         self.known = {key: old for key, old in self.known.items() if key[0] in known}
-        self.tiles_in_graphs[self.network.training] = isinstance(runner, Tiled) or (
-            isinstance(runner, SideBySide) and self.takes_tiled(x)
+        from_the_start = isinstance(runner, Tiled) and not runner.first
+        self.tiles_in_graphs[self.network.training] = from_the_start or (
+            runner is not self.one_by_one and self.takes_tiled(x)
         )
         return runner
 
