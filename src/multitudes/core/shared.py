@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from multitudes.core.calling import Input, InputError, input_errors, tensors_in, tile, use_of
 from multitudes.core.calling import rows as some_rows
-from multitudes.core.clipping import clip_each
 from multitudes.core.compiling import uncompiled
 from multitudes.core.copying import copied, share_hooks
 from multitudes.core.draws.functional import to_be_kept
@@ -74,7 +73,14 @@ class SharedMembers(Multitude):
         """Scale the gradient to at most `max_norm`; each member's own where nothing that is trained is shared."""
         if not self.independent:
             return super().clip_grad_norm_(max_norm)
-        return clip_each(self.parameters(), self.members, max_norm)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]  # each `[M, ...]`
+        if not gradients:
+            return torch.zeros(self.members)
+        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        scale = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
+        return norms
 
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
