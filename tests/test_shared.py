@@ -560,3 +560,21 @@ def test_compiled_members_do_not_tile_a_trunk_whose_rows_see_each_other() -> Non
     want = net(x)  # the trunk runs once
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), want)
+
+
+def test_code_that_inspects_values_of_a_later_input_runs_members_one_by_one() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        h = net.body(x)
+        if len(x) > 4 and bool((h > 0).all()):
+            h = -h
+        return net.last(h)
+
+    model = Of(run, body=nn.Linear(6, 8), last=nn.Linear(8, 3))
+    net = mt.batch_ensemble(model, 3, layers=["body", "last"], seed=0).train()
+    net._runners._tiles = lambda: False  # as with layers that do not take all members' rows as one batch
+    for rows in (3, 6):
+        x = torch.randn(rows, 6)
+        for index, prediction in enumerate(net(x)):
+            torch.testing.assert_close(prediction, net.member(index)(x))
+    with pytest.raises(ValueError, match="does not fit the network"):
+        net(torch.randn(6, 5))

@@ -32,7 +32,9 @@ from multitudes.core.trace import Call, recording, unmoved, unwritten
 Runner = Callable[[Any], Tensor]
 """A way to run a network: an input to predictions `[S, B, ...]`."""
 
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+FAILURES = (
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, StopIteration,
+)  # fmt: skip
 """Errors of a fast runner that count as a difference; too little memory does not."""
 
 

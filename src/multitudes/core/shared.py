@@ -23,7 +23,7 @@ from multitudes.core.multitude import Multitude
 from multitudes.core.proof import FAILURES, Verdicts, difference, first_difference, rows_interact, running_statistics
 from multitudes.core.runners.one_by_one import OneByOne, member_view
 from multitudes.core.runners.selection import SHARED, Use, runners_for
-from multitudes.core.runners.side_by_side import CannotShare, SideBySide, Tiled
+from multitudes.core.runners.side_by_side import SideBySide, Tiled
 from multitudes.core.settings import computing_hooks
 from multitudes.core.snapshot import Versions
 from multitudes.core.tasks import Criterion
@@ -196,11 +196,16 @@ class SharedRunners:
             return self._in_graph(x)(x)
         key = self._key(x)
         runner = self.known[key] if key in self.known else self.choose(x)
+        if not isinstance(runner, SideBySide):
+            return runner(x)
         try:
             return runner(x)
-        except CannotShare:  # only on this input
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:  # on this input alone, as of code that inspects values, or writes what it did not write before
+            predictions = self.one_by_one(x)  # an error where the input does not fit
             self.known[key] = self.one_by_one
-            return self.one_by_one(x)
+            return predictions
 
     def knows(self, x: Input) -> bool:
         """Return whether the runner of inputs like `x` was looked for."""

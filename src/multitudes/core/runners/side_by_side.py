@@ -17,10 +17,6 @@ from multitudes.core.trace import attributes_restored, writing_modules
 from multitudes.core.views import Views, may_write, run, view
 
 
-class CannotShare(InputError):
-    """The reason why members cannot share one run."""
-
-
 class Tiled:
     """Run all members' rows as one batch `[M*B, ...]`, member-major: from the start, or from one layer on.
 
@@ -89,12 +85,12 @@ class SideBySide:
             for module, own in buffers:
                 if any(module._buffers[name] is not buffer for name, buffer in own.items()):
                     module._buffers.update(own)
-                    raise CannotShare("its code assigns buffers as it runs")
+                    raise InputError("its code assigns buffers as it runs")
         if lane.disturbed:
-            raise CannotShare("a layer that differs between members runs inside a function mode")
+            raise InputError("a layer that differs between members runs inside a function mode")
         if written:
             path, name = min(written)
-            raise CannotShare(f"the forward of module {path!r} writes its attribute {name!r}")
+            raise InputError(f"the forward of module {path!r} writes its attribute {name!r}")
         return predictions
 
 
