@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from multitudes.core.attention import Attention, math_attention, multihead
-from multitudes.core.calling import plain_attention
+from multitudes.core.calling import InputError, plain_attention
 
 ONE_BY_ONE_ABOVE = 2**22
 """Numbers in a product with a bias above which each member's is a call of its own. Such a call adds the bias as it
@@ -74,17 +74,18 @@ class Lane:
     What a network computes before that runs once, outside of vmap.
     """
 
-    def __init__(self, count: int, checks: bool = False) -> None:
+    def __init__(self, count: int) -> None:
         self.count = count
-        self.checks = checks
-        """True to refuse what would run again in the backward pass, outside of the level."""
         self.members: AtOnce | None = None
         self._stack = ExitStack()
+        self._outer = _level()
         self._modes = 0
 
     def enter(self) -> AtOnce:
         """Enter the level, unless it was entered before."""
         if self.members is None:
+            if _level() != self._outer:
+                raise InputError("a layer that differs between members runs inside a transform of the network's own")
             self.members = self._stack.enter_context(at_once(self.count))
             self._modes = torch._C._len_torch_function_stack()
         return self.members
@@ -103,6 +104,11 @@ class Lane:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _level() -> int:
+    """Return the level of the innermost functorch transform, 0 outside of all."""
+    return 0 if _functorch.peek_interpreter_stack() is None else _functorch.maybe_current_level() or 0
 
 
 _is_own = _functorch.is_batchedtensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
 from multitudes.core.at_once import AtOnce
 from multitudes.core.calling import InputError, evaluating
@@ -102,7 +101,7 @@ class MemberLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            is_view, learns, lane = RUNNING.get()
+            is_view, learns, lane, late = RUNNING.get()
             if is_view and not self.in_view:
                 raise InputError(
                     f"{self._named()} is called by way of an object that is no module of the network, where its "
@@ -112,8 +111,10 @@ class MemberLayer(nn.Module):
                 raise InputError(
                     f"{self._named()} runs again outside of its network's forward, which members cannot share"
                 )
-            if lane is not None and lane.checks and checkpointed():
-                raise InputError(f"{self._named()} runs inside torch.utils.checkpoint, which members cannot share")
+            if late is not None:
+                if self.untiled == bool(late):
+                    raise InputError(f"{self._named()} runs in another order than before")
+                late += [self] if self.untiled else []
             if learns and not torch.is_grad_enabled() and checkpointed_without_gradient():
                 raise InputError(
                     f"{self._named()} would not learn: no input of the part that torch.utils.checkpoint runs with "
@@ -209,19 +210,8 @@ class MemberLayer(nn.Module):
             return tree_map(partial(_joined, members), *answers)
 
 
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
-
-
 def _joined(members: AtOnce, *parts: Any) -> Any:
     return members.own(torch.stack(parts)) if isinstance(parts[0], Tensor) else parts[0]
-
-
-def checkpointed() -> bool:
-    """Return whether this runs inside torch's checkpointing, which runs its part again in the backward pass."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not _CHECKPOINT:
-        frame = frame.f_back
-    return frame is not None
 
 
 def checkpointed_without_gradient() -> bool:

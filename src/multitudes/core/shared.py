@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 
 from multitudes.core.calling import Input, InputError, input_errors, tensors_in, tile, use_of
 from multitudes.core.calling import rows as some_rows
@@ -162,6 +163,10 @@ class _Work:
     """Bytes of all members' input of a layer, where all that differ are batched products."""
     hooked: bool = False
     """True where hooks see what differs between members."""
+    draws: bool = False
+    """True where layers draw random numbers."""
+    branches: bool = False
+    """True where code inspects values of the input."""
 
 
 class SharedRunners:
@@ -195,14 +200,16 @@ class SharedRunners:
         if torch.compiler.is_compiling():
             return self._in_graph(x)(x)
         key = self._key(x)
+        if key not in self.known and _functorch.peek_interpreter_stack() is not None:
+            return self.one_by_one(x)  # inside the user's own transform nothing can be compared
         runner = self.known[key] if key in self.known else self.choose(x)
-        if not isinstance(runner, SideBySide):
+        if runner is self.one_by_one:
             return runner(x)
         try:
             return runner(x)
         except torch.OutOfMemoryError:
             raise
-        except FAILURES:  # on this input alone, as of code that inspects values, or writes what it did not write before
+        except FAILURES:  # on this input, as of code that inspects values, or writes what it did not write before
             predictions = self.one_by_one(x)  # an error where the input does not fit
             self.known[key] = self.one_by_one
             return predictions
@@ -240,9 +247,9 @@ class SharedRunners:
         return self._tiles() and not self._difference(x, Tiled(self.network, self.members))
 
     def _key(self, x: Input) -> tuple[int, Hashable]:
-        mode, kind = use_of(self.network, x)
-        size = 0 if mode else _batch(x).bit_length()  # large and small batches may differ in what pays
-        return self.versions.look(), (kind, size, self.versions.hooked)
+        _, kind = use_of(self.network, x)
+        size = _batch(x).bit_length()  # large and small batches may differ in what pays
+        return self.versions.look(), (kind, size, self.versions.hooks, torch.is_grad_enabled())
 
     def _in_graph(self, x: Input) -> Runner:
         """Return the runner while a graph is compiled, when nothing can be compared: the last one in this mode.
@@ -277,8 +284,12 @@ class SharedRunners:
             return self.one_by_one
         work = self._work(x)
         names = self._names(x, shared=work.shared, products=work.products)
-        if work.hooked and len(names) > 1:  # a hook cannot keep what it sees under vmap
+        if len(names) > 1 and work.draws and not self.network.training:  # members have random numbers of their own
+            names = ("side_by_side",)
+        elif len(names) > 1 and work.hooked:  # a hook cannot keep what it sees under vmap
             names = "tiled_late", "tiled", "side_by_side"
+        elif len(names) > 1 and work.branches:  # another branch may let the rows of one batch affect each other
+            names = "side_by_side", "tiled_late", "tiled"
         reasons = []
         for name in names:
             if name == "one_by_one" or (name != "side_by_side" and not self._tiles()):
@@ -303,7 +314,8 @@ class SharedRunners:
         drawing = {name for name, module in member.named_modules() if isinstance(module, Stochastic)}
         hooked = {name for name, module in member.named_modules() if _has_hooks(module)}
         try:
-            with unmoved(self.network, x), torch.no_grad(), recording(member, tensors=False, work=True) as trace:
+            recorded = recording(member, tensors=False, work=True, looks=tensors_in(x))
+            with unmoved(self.network, x), torch.no_grad(), recorded as trace:
                 run(member, x)
         except torch.OutOfMemoryError:
             raise
@@ -320,6 +332,8 @@ class SharedRunners:
             first.before / max(1, trace.multiply_adds),
             self.members * largest if all(layer.batched for layer in layers.values()) else inf,
             not hooked.isdisjoint(call.name for call in (*first.inside, *after)),
+            bool(drawing),
+            bool(trace.looks),
         )
 
     # -- verification ------------------------------------------------------------------------------------
@@ -344,7 +358,7 @@ class SharedRunners:
             def fast(x: Input) -> Tensor:
                 if isinstance(trial, Tiled):
                     return trial(x)
-                return trial.divided(tile(x, self.members), checks=True) if divided else trial(x, checks=True)
+                return trial.divided(tile(x, self.members)) if divided else trial(x)
 
             def layer() -> str:
                 part = partial(_own_rows, few[-1], self.members)
@@ -353,9 +367,9 @@ class SharedRunners:
             def plain(x: Input) -> Tensor:
                 return torch.stack([_unmoved(each, x) for each in alone])
 
-            return difference(
-                self.network, x, lambda x: fast(x)[few], plain, layer=layer if isinstance(trial, Tiled) else None
-            )
+            named = layer if isinstance(trial, Tiled) else None
+            learns = torch.is_grad_enabled()
+            return difference(self.network, x, lambda x: fast(x)[few], plain, gradients=learns, layer=named)
 
 
 def _has_hooks(module: nn.Module) -> bool:

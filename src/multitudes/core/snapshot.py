@@ -80,7 +80,7 @@ class Versions:
     """Number the states of a network: another number whenever it has changed, and one for each mode.
 
     What the network's own code writes into its attributes, and a runner puts there, is no change (`accept`). Nor are
-    hooks: `hooked` has the places of modules that have some.
+    hooks: `hooks` has the keys of all but the library's own.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -91,7 +91,7 @@ class Versions:
         """Start with the network as it is now."""
         self.modules: list[nn.Module] = []
         self.snapshots: dict[tuple[bool, ...], tuple[int, Snapshot]] = {}
-        self.hooked: tuple[int, ...] = ()
+        self.hooks: tuple[int, ...] = ()
         self.number = self.count = self.written = 0
 
     def look(self) -> int:
@@ -104,8 +104,9 @@ class Versions:
             self.count += 1
             known = self.count, Snapshot(self.modules, hooks=())
             self.snapshots[tuple([module.training for module in self.modules])] = known
-        hooks = [place for place, m in enumerate(self.modules) if m._forward_hooks or m._forward_pre_hooks]
-        self.hooked = tuple(hooks)
+        hooked = [m for m in self.modules if m._forward_hooks or m._forward_pre_hooks]
+        registries = [registry for m in hooked for registry in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = tuple(key for held in registries for key, hook in held.items() if not _only_looks(hook))
         self.number = known[0]
         return self.number
 
@@ -183,6 +184,11 @@ def _numbers_of(tensor: Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written in place, or gets other numbers by `.data`."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if stackable(tensor) else 0
+
+
+def _only_looks(hook: Any) -> bool:
+    """Return whether a hook is the library's own."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("multitudes.")
 
 
 def _methods(kind: type) -> dict[str, Any]:

@@ -7,10 +7,12 @@ requests, the values that its Python code inspects, and its multiply-adds. `hook
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -392,7 +394,7 @@ def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
 def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
     """Restore the attributes of modules afterwards; yield the names, of module and attribute, that were written.
 
-    A list, a dictionary or a set gets its items back as well.
+    Containers, and objects that hold attributes, get their items back as well, also inside others.
     """
     modules = [(path, module, _attributes(module)) for path, module in writing]
     contents = {
@@ -400,10 +402,23 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
         for path, _, before in modules
         for key, value in before.items()
     }
+    seen: set[int] = set()
+    inside = [
+        (path, key, held, _items(held))
+        for path, _, before in modules
+        for key, value in before.items()
+        for held in _containers(value, seen)
+    ]
     written: set[tuple[str, str]] = set()
     try:
         yield written
     finally:
+        for path, key, held, items in inside:
+            now_held = _items(held)
+            if len(now_held) != len(items) or not all(map(is_, now_held, items)):
+                written.add((path, key))
+                held.clear()
+                (held.update if isinstance(held, (dict, set)) else held.extend)(_paired(held, items))
         for path, module, before in modules:
             now = _attributes(module)
             written |= {(path, key) for key in now.keys() ^ before.keys()}
@@ -415,6 +430,32 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
                 if not same(value, items := contents[path, key]):
                     value.clear()
                     (value.extend if isinstance(value, list) else value.update)(items)
+
+
+def _containers(value: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
+    """Yield the containers in a value, and the attributes of objects in it, each once."""
+    if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or id(value) in seen or not depth:
+        return
+    held = value
+    if not isinstance(value, (list, tuple, dict, set, deque)):
+        if type(value).__module__.startswith(("torch", "numpy", "builtins")) or not hasattr(value, "__dict__"):
+            return
+        held = vars(value)
+    seen.add(id(value))
+    for each in held.values() if isinstance(held, dict) else held:
+        yield from _containers(each, seen, depth - 1)
+    if not isinstance(held, tuple):
+        yield held
+
+
+def _items(held: Any) -> list[Any]:
+    """List what a container holds; of a dictionary the keys and then the values."""
+    return [*held, *held.values()] if isinstance(held, dict) else list(held)
+
+
+def _paired(held: Any, items: list[Any]) -> Any:
+    half = len(items) // 2
+    return dict(zip(items[:half], items[half:], strict=True)) if isinstance(held, dict) else items
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

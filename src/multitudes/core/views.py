@@ -86,16 +86,20 @@ class Running(NamedTuple):
     """True if gradients are wanted."""
     lane: Lane | None = None
     """The lane of a view in which all members run under vmap."""
+    late: list[Any] | None = None
+    """The layers that have tiled rows so far, of a view in which one layer does."""
 
 
 RUNNING: ContextVar[Running] = ContextVar("running", default=Running())  # noqa: B039 (immutable)
 
 
-def run(each: nn.Module, x: Input, is_view: bool = True, lane: Lane | None = None) -> Tensor:
+def run(
+    each: nn.Module, x: Input, is_view: bool = True, lane: Lane | None = None, late: list[Any] | None = None
+) -> Tensor:
     """Run a view, or the network itself, and find its prediction."""
     if torch.compiler.is_compiling():
         return call(each, x)
-    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), lane))
+    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), lane, late))
     try:
         return call(each, x)
     finally:

@@ -82,7 +82,7 @@ class AffineMemberLayer(MemberLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.several:
-            return self.run_all(*args, **kwargs)
+            return self.run_all(*args, **kwargs) if args else self.run_all(kwargs.pop("input"), **kwargs)
         if self.member is not None:
             return functional_call(self.layer, self.tensors(self.member), args, kwargs)
 

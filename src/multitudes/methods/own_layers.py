@@ -12,6 +12,7 @@ from torch.func import functional_call
 from multitudes.core.calling import evaluating
 from multitudes.core.copying import copied
 from multitudes.core.member_layer import MemberLayer
+from multitudes.core.settings import FLAT_WEIGHTS
 from multitudes.core.views import view
 from multitudes.methods.member_affine import AffineMemberLayer
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, plain_copy, weight_of
@@ -141,7 +142,8 @@ class OwnBlock(MemberLayer):
                     self._stacks()[self.places[place]][index] = registry[name]
         for path, attributes in given.items():
             twin, module = vars(modules[path]), self.layer.get_submodule(path)
-            module.__dict__.update({key: value for key, value in twin.items() if value is not attributes.get(key)})
+            changed = {key: value for key, value in twin.items() if value is not attributes.get(key)}
+            module.__dict__.update({key: value for key, value in changed.items() if key not in FLAT_WEIGHTS})
         return answer
 
     def __getattr__(self, name: str) -> Any:

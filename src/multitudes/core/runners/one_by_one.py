@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.core.calling import Input
+from multitudes.core.draws.stochastic import Draw, stochastic_layers
 from multitudes.core.member_layer import MemberLayer, member_layers
 from multitudes.core.snapshot import Versions
 from multitudes.core.views import Views, may_write, run, view
@@ -31,7 +32,11 @@ class OneByOne:
         views = self.views.current()
         if torch.compiler.is_compiling():
             return torch.stack([run(each, x) for each in views])
-        predictions = each_from_the_same(self.network, [partial(run, each, x) for each in views])
+        draw = next((layer.draw for layer in stochastic_layers(self.network) if isinstance(layer.draw, Draw)), None)
+        runs: list[Callable[[], Tensor]] = [partial(run, each, x) for each in views]
+        if draw is not None:
+            runs = [partial(_drawn, draw, index, self.members, one) for index, one in enumerate(runs)]
+        predictions = each_from_the_same(self.network, runs)
         if self.views.may_write:
             self.views.show()
         return torch.stack(predictions)
@@ -40,6 +45,12 @@ class OneByOne:
         """Return the members, as views of the network as it is now."""
         self.views.versions.look()
         return self.views.current()
+
+
+def _drawn(draw: Draw, index: int, members: int, one: Callable[[], Tensor]) -> Tensor:
+    """Run a member with random numbers of its own."""
+    with draw.of_member(index, members):
+        return one()
 
 
 def member_view(network: nn.Module, index: int) -> nn.Module:
@@ -51,7 +62,7 @@ def _members(members: int, network: nn.Module) -> list[nn.Module]:
     return [member_view(network, index) for index in range(members)]
 
 
-def each_from_the_same(network: nn.Module, runs: list[Callable[[], Any]]) -> list[Any]:
+def each_from_the_same(network: nn.Module, runs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run functions that move a network's shared buffers, each from the same state of them; keep the mean."""
     shared = [m for m in network.modules() if m._buffers and not isinstance(m, MemberLayer)]
     if not shared:

@@ -31,7 +31,7 @@ class Tiled:
         if self.views is None:
             return self.divided(tile(x, self.members))
         (network,) = self.views.current()
-        predictions = run(network, x)
+        predictions = run(network, x, late=[])
         if self.views.may_write:
             self.views.show()
         return predictions.unflatten(0, (self.members, -1))
@@ -52,18 +52,17 @@ class SideBySide:
         self.members = members
         self.views = Views(network, _vmapped_view, versions)
 
-    def __call__(self, x: Input, checks: bool = False) -> Tensor:
-        """Return `[M, B, ...]`; with `checks`, raise an error for gradient checkpointing as well."""
+    def __call__(self, x: Input) -> Tensor:
         (network,) = self.views.current()
-        with Lane(self.members, checks) as lane:
+        with Lane(self.members) as lane:
             if stochastic_layers(network):  # each member has random numbers of its own, before that layer as well
                 lane.enter()
             return self._run(network, lane, x)
 
-    def divided(self, x: Input, checks: bool = False) -> Tensor:
+    def divided(self, x: Input) -> Tensor:
         """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
         (network,), rows = self.views.current(), len(tensors_in(x)[0])
-        with Lane(self.members, checks) as lane:
+        with Lane(self.members) as lane:
             members = lane.enter()
 
             def own(tensor: Tensor) -> Tensor:
