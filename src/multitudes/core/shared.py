@@ -248,7 +248,8 @@ class SharedRunners:
 
     def _key(self, x: Input) -> tuple[int, Hashable]:
         _, kind = use_of(self.network, x)
-        size = _batch(x).bit_length()  # large and small batches may differ in what pays
+        first = x if isinstance(x, Tensor) else tensors_in(x)[0]
+        size = len(first).bit_length()  # large and small batches may differ in what pays
         return self.versions.look(), (kind, size, self.versions.hooks, torch.is_grad_enabled())
 
     def _in_graph(self, x: Input) -> Runner:
