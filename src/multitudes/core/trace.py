@@ -150,16 +150,6 @@ def recording(
         looks: record where Python code inspects a value that depends on these tensors: `if h.sum() > 0`, `h.item()`.
         noise: record random functions, which return the middle of their distributions meanwhile.
         work: count multiply-adds and the bytes of the largest tensor.
-
-    Args:
-        network: the network whose modules are followed.
-        which: the modules that are followed, all by default.
-        trace: the trace to fill, a new one by default.
-        tensors: keep the tensors that modules take and give; otherwise a `Shape` of each.
-        functions: record torch functions: all, or those that take one of some tensors.
-        looks: record where Python code inspects a value that depends on these tensors: `if h.sum() > 0`, `h.item()`.
-        noise: record random functions, which give the middle of their distributions meanwhile.
-        work: count multiply-adds and the bytes of the largest tensor.
     """
     trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
     states, torchs = RandomStates(), NumbersDrawn()

@@ -56,7 +56,7 @@ class SideBySide:
         """Return `[M, B, ...]`; with `checks`, raise an error for gradient checkpointing as well."""
         (network,) = self.views.current()
         with Lane(self.members, checks) as lane:
-            if stochastic_layers(network):  # each member has random numbers of its own, before that layer as well
+            if stochastic_layers(network):  # members have their own random numbers, before that layer too
                 lane.enter()
             return self._run(network, lane, x)
 
