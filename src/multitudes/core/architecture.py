@@ -13,7 +13,7 @@ from multitudes.core.settings import computing_hooks, described
 
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the networks after checking them against the first one; they share its frozen parameters where equal.
+    """Return the networks after checking them against the first one; equal frozen parameters become shared.
 
     A network that is given twice is copied. An iterator is read one network at a time, so that copies of a frozen
     backbone are never all in memory.

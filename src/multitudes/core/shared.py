@@ -277,7 +277,7 @@ class SharedRunners:
             return self.one_by_one
         work = self._work(x)
         names = self._names(x, shared=work.shared, products=work.products)
-        if work.hooked and len(names) > 1:  # a hook cannot keep what it sees under vmap
+        if work.hooked and len(names) > 1:  # a hook cannot keep tensors under vmap
             names = "tiled_late", "tiled", "side_by_side"
         reasons = []
         for name in names:

@@ -19,7 +19,7 @@ The scores, with classes from the most probable to the least (in index order if 
   0 and 1: coverage is exact, and sets may be empty.
 - "raps", "aps" plus `penalty * max(0, rank of y - k_reg)`: fewer very large sets. Angelopoulos, Bates, Jordan & Malik,
   *Uncertainty Sets for Image Classifiers using Conformal Prediction* (2021).
-- "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of constant width, or of a width in proportion to
+- "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of constant width, or of a width proportional to
   the predicted standard deviation. Lei et al., *Distribution-Free Predictive Inference for Regression* (2018).
 - "cqr", `max(low - y, y - high)`, the distance of y from the widest interval between the predicted quantiles, negative
   inside: that interval, with both ends moved by one distance. Romano, Patterson & Candès, *Conformalized Quantile

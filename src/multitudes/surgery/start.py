@@ -1,8 +1,10 @@
 """The initial weights of a converted network, for all methods.
 
-| `init` | the weights | |---|---| | `"fresh"` | are drawn anew, by each layer's own rule, for each member | |
-`"pretrained"` | are the network's own | | `"heads"` | are the network's own, except the output layers, which are drawn
-anew for each member |
+| `init` | the weights |
+|---|---|
+| `"fresh"` | are drawn anew, by each layer's own rule, for each member |
+| `"pretrained"` | are the network's own |
+| `"heads"` | are the network's own, except the output layers, which are drawn anew for each member |
 
 Frozen parameters always keep their values. With `"fresh"`, networks from a factory are used as they are.
 """

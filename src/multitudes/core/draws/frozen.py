@@ -160,7 +160,7 @@ def _shapes(
 
 
 def _axes(name: str, layer: Frozen, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:
-    """Return the batch axis for each rank where it is not the first, from the shapes for two rows and for three."""
+    """Return the batch axis for each rank if it is not the first, from the shapes for two rows and for three."""
     found: dict[str, int | None] = {}
     for one, other in zip(two, three, strict=False):
         longer = (axis for axis, (few, more) in enumerate(zip(one, other, strict=False)) if few != more)

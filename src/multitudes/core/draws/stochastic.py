@@ -81,7 +81,7 @@ class Draw:
         return ask(self.index, self, kind, shape, dtype, device)
 
     def of_member(self, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-        """Give a member random numbers of its own for the duration of a call."""
+        """Give a member its own random numbers for the duration of a call."""
         return self.at(self.index * members + index)
 
     @contextmanager
@@ -177,7 +177,7 @@ def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
 
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-    """Give a member random numbers of its own for the duration of a call, where its network is making a draw."""
+    """Give a member its own random numbers for the duration of a call, if its network is making a draw."""
     for layer in stochastic_layers(network):
         if layer.draw is not None:
             return layer.draw.of_member(index, members)

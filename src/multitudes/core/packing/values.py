@@ -35,9 +35,9 @@ class Team:
 
     members: int
     channels_last: bool = False
-    """True where a CPU keeps feature maps channels-last."""
+    """True if a CPU should keep feature maps channels-last."""
     gradients: bool = False
-    """True where gradients are recorded."""
+    """True if gradients are recorded."""
     mapped: set[str] = field(default_factory=set)
     """Names of the functions that ran under vmap, since no rule took them."""
 
