@@ -64,7 +64,7 @@ class Multitude(Tasked):
     found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
     """Attributes that are caches; copies and files leave them out."""
 
-    _rewrites = False  # whether running again on the rewritten input would leave it as it is
+    _rewrites = False  # True if the network writes into its input, but repeating that changes nothing
     _settled = False  # whether the network's noise was looked for, and its stochastic layers are known to be called
 
     shares = "network"
@@ -102,7 +102,7 @@ class Multitude(Tasked):
 
     @property
     def template(self) -> nn.Module:
-        """The network that provides the multitude's class name, configuration and attributes."""
+        """The network whose class, configuration and attributes represent those of the multitude."""
         return self.network
 
     # -- the four verbs ----------------------------------------------------------------------------------

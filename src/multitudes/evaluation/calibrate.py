@@ -366,7 +366,7 @@ def _of_one_length(
 
 
 def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Return the inputs for the scaling and those for the scores; all for both if one of them is None."""
+    """Return the inputs for the scaling and those for the scores; all inputs for one if the other is None."""
     if plan.scaling is None or plan.score is None:
         return torch.arange(inputs), torch.arange(inputs)
     generator = None if plan.seed is None else torch.Generator().manual_seed(plan.seed)

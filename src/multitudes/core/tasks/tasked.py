@@ -34,7 +34,7 @@ class Tasked(nn.Module):
     @property
     @abstractmethod
     def template(self) -> nn.Module:
-        """The network that provides the multitude's class name, configuration and attributes."""
+        """The network whose class, configuration and attributes represent those of the multitude."""
 
     @property
     def task(self) -> str:
