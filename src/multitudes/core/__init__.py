@@ -1,5 +1,5 @@
-"""What a multitude is: how networks are called, what predictions say, members, draws and tasks.
+"""The base of the library: calling networks, members, draws, tasks and predictions.
 
-Imports nothing from other rooms. A newcomer rarely changes anything here: a new task is one file and one row in
-`tasks/`, a faster layer for packed members into `packing/rules.py`.
+Imports nothing from the other packages. New tasks go into `tasks/`, faster layers for packed members into
+`packing/rules.py`.
 """

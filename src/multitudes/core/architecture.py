@@ -1,4 +1,4 @@
-"""Networks of one architecture: the same names, shapes, dtypes and settings, with weights of their own."""
+"""Networks of one architecture: the same names, shapes, dtypes and settings, each with its own weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multitudes.core.settings import computing_hooks, described
 
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the networks, checked against the first one, sharing its frozen parameters where theirs are equal.
+    """Return the networks after checking them against the first one; equal frozen parameters become shared.
 
     A network that is given twice is copied. An iterator is read one network at a time, so that copies of a frozen
     backbone are never all in memory.
@@ -43,12 +43,12 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a sparse or quantized tensor as a dense one; another as it is."""
+    """Return a sparse or quantized tensor as a dense one; return any other tensor unchanged."""
     return tensor.dequantize() if tensor.is_quantized else tensor.detach().to_dense()
 
 
 def share_frozen(first: nn.Module, other: nn.Module) -> None:
-    """Let `other` use the frozen parameters of `first` in place of its own equal ones, so that they are held once."""
+    """Replace frozen parameters of `other` by those of `first` where they are equal, so that memory holds them once."""
     theirs = dict(first.named_parameters(remove_duplicate=False))
     for path, module in other.named_modules():
         prefix = f"{path}." if path else ""
@@ -66,7 +66,7 @@ def shared_parameters(networks: list[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def own_parameters(networks: list[nn.Module], shared: set[int]) -> None:
-    """Give each network its own copy of the parameters with these ids; those that it ties stay tied."""
+    """Give each network its own copy of the parameters with these ids; parameters that are tied stay tied."""
     for network in networks:
         copies: dict[int, nn.Parameter] = {}
         for module in network.modules():
@@ -120,7 +120,7 @@ def _check_tensors(first: dict[str, Tensor], other: dict[str, Tensor], index: in
 
 
 def _settings(network: nn.Module) -> dict[str, dict[str, str]]:
-    """Describe each module beside its tensors: its class and its public settings."""
+    """Describe the class and the public settings of each module."""
     return {
         name: {"class": type(module).__name__}
         | {
@@ -138,7 +138,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    """Describe a setting; a constant tensor that is no buffer by its numbers."""
+    """Describe a setting; a constant tensor that is not a buffer by its values."""
     if not isinstance(value, Tensor) or not value.is_leaf:
         return described(value)
     numbers = value.detach().flatten()[:1000].tolist() if stackable(value) else []

@@ -1,4 +1,4 @@
-"""Tensors and arrays in sealed safetensors files, and NumPy archives that others wrote. Reading never unpickles."""
+"""Read and write tensors and arrays in sealed safetensors files; read NumPy archives of others. Never unpickles."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ARRAYS = "arrays"
-"""The entry in the header of what `write_arrays` writes."""
+"""The header entry of files that `write_arrays` writes."""
 
 
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], entry: str, about: Mapping[str, Any], what: str
 ) -> Path:
-    """Write copies of tensors to a sealed safetensors file, with a table of plain values in its header; gives its path.
+    """Write copies of tensors, and a table of plain values, to a sealed safetensors file; return its path.
 
-    The table is an `entry` of the header, as JSON. `what` is what needs safetensors, for who lacks it.
+    The table is stored as JSON in the header, under `entry`. `what` is what needs safetensors, for the error if it is
+    not installed.
     """
     needed("safetensors.torch", "safetensors", what)
     files = needed("safetensors", "safetensors", what)
@@ -36,7 +37,7 @@ def write_tensors(
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Any], what: str = "a file of arrays") -> Path:
-    """Write NumPy arrays to a sealed safetensors file; gives its path."""
+    """Write NumPy arrays to a sealed safetensors file; return its path."""
     import torch
 
     return write_tensors(path, {name: torch.as_tensor(array) for name, array in arrays.items()}, ARRAYS, {}, what)
@@ -44,9 +45,9 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Any], what: str = "a fil
 
 @contextmanager
 def reading_tensors(path: str | Path, entry: str, what: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The open file that `write_tensors` wrote, and its table; a `DamagedError` if it is not whole.
+    """Open a file that `write_tensors` wrote; yield it and its table. Raise a `DamagedError` if it is not whole.
 
-    `get_tensor` of the file maps a tensor: processes share its memory, and what is written into it stays in one.
+    The file's `get_tensor` maps a tensor into memory: processes share it, and writes stay in the process.
     """
     needed("safetensors.torch", "safetensors", what)
     files = needed("safetensors", "safetensors", what)
@@ -65,7 +66,7 @@ def reading_tensors(path: str | Path, entry: str, what: str) -> Iterator[tuple[A
 def read_tensors(path: str | Path, entry: str, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_tensors` wrote; raise a `DamagedError` if the file is not whole."""
     with reading_tensors(path, entry, what) as (file, about):
-        # Copies, in memory that torch has aligned: how it lies in the file would change products in the last bit.
+        # Copy into aligned memory: other alignments change products in the last bit.
         return {name: file.get_tensor(name).clone() for name in file.keys()}, about  # noqa: SIM118
 
 
@@ -73,7 +74,7 @@ def read_tensors(path: str | Path, entry: str, what: str) -> tuple[dict[str, Ten
 
 
 def grouped(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The tensors of several parts in one dict, under `part/name`.
+    """Join the tensors of several parts in one dict, as `part/name`.
 
     >>> import torch
     >>> grouped({"net": {"weight": torch.ones(())}})
@@ -83,22 +84,22 @@ def grouped(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one part by the names that they have there."""
+    """Return the tensors of one part, by their names in it."""
     start = f"{part}/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-# -- what others wrote -------------------------------------------------------------------------------------
+# -- foreign archives --------------------------------------------------------------------------------------
 
 _READING = (
     OSError, EOFError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, MemoryError, RuntimeError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""Errors of NumPy for archives that are not whole, or not what they should be."""
+"""Errors of NumPy for archives that are truncated or malformed."""
 
 
 def read_archive(path: str | Path, most: float) -> dict[str, Any]:
-    """The arrays of a `.npz` file by name; a `DamagedError` where they cannot be read, or are larger than `most` bytes.
+    """Read the arrays of a `.npz` file by name; raise a `DamagedError` if that fails or they take over `most` bytes.
 
     A small file can claim to hold any amount.
     """

@@ -1,12 +1,11 @@
-"""A network's own code, run once for all members, or for many draws, under vmap.
+"""Run a network's own code once for all members, or for many draws, under vmap.
 
-Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and whatever Python does with it, it does for all
-members. That is right whatever the code is, and open-ended forwards need no trace. A few functions vmap does badly, or
-not at all: a bias is added by a slow kernel, a table of embeddings is copied, feature maps are moved to make room for
-the new dimension, attention is not told that gradients will be asked for, and a recurrent layer fails. Rules decompose
-these: one product for each member into one result, one norm for each member, one attention and one recurrence over
-members and batch. What no member has of its own runs once, as it is. While torch compiles, products and norms are left
-alone, since a compiler fuses them.
+Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and the network's code runs for all members. That
+is right for any code, and forwards that cannot be traced work too. vmap is slow or fails for a few functions: it adds a
+bias with a slow kernel, copies embedding tables, transposes feature maps for the new dimension, hides from attention
+that gradients are needed, and fails on recurrent layers. Rules replace these: one product per member into one result,
+one norm per member, one attention and one recurrence over members and batch. Operations on tensors that all members
+share run once. Under `torch.compile`, products and norms have no rules, since the compiler fuses them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.vmap import (  # type: ignore[attr-defined]  # what torch.vmap itself is made of
+from torch._functorch.vmap import (  # from the implementation of torch.vmap
     _add_batch_dim,
     _remove_batch_dim,
     vmap_increment_nesting,
@@ -34,33 +33,33 @@ from multitudes.core.attention import Attention, math_attention, multihead
 from multitudes.core.calling import InputError, plain_attention
 
 ONE_BY_ONE_ABOVE = 2**22
-"""Numbers in a product with a bias above which each member's is a call of its own. Such a call adds the bias as it
-writes, which one call for all members does not; on an H200 it takes a third of the time (see benchmarks/README.md)."""
+"""Products with a bias and more values than this run as one call per member. Such a call adds the bias as it writes its
+result, which one call for all members does not; on an H200 it takes a third of the time (benchmarks/README.md)."""
 
 
 @dataclass(frozen=True)
 class AtOnce:
-    """All members' tensors, and one member's, inside of which there are all."""
+    """A vmap level over members: turns stacked tensors into one member's, and back."""
 
     count: int
     level: int
 
     def own(self, tensor: Tensor) -> Tensor:
-        """`[M, ...]` as a tensor `[...]` that each member has its own of."""
+        """Return a stacked tensor `[M, ...]` as each member's own `[...]`."""
         return _add_batch_dim(tensor, 0, self.level)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The tensors of all members, `[M, ...]`; what they share is expanded."""
+        """Return the tensors of all members, `[M, ...]`; expand what they share."""
         return _remove_batch_dim(tensor, self.level, self.count, 0)
 
     def outside(self) -> AbstractContextManager[Any]:
-        """Inside, whole tensors are computed with, and random numbers are drawn for all of them."""
+        """Leave the vmap level inside `with`: code computes with stacked tensors and draws for all members."""
         return nullcontext() if torch.compiler.is_compiling() else temporarily_pop_interpreter_stack()
 
 
 @contextmanager
 def at_once(count: int) -> Iterator[AtOnce]:
-    """Inside, code runs for all members at once, each drawing its own random numbers."""
+    """Run code for all members at once, for the duration of a `with`; each member draws its own random numbers."""
     plain = plain_attention() if torch.compiler.is_compiling() else nullcontext()
     with plain, vmap_increment_nesting(count, "different") as level:
         members = AtOnce(count, level)
@@ -69,7 +68,7 @@ def at_once(count: int) -> Iterator[AtOnce]:
 
 
 class Lane:
-    """The vmap level of members that share weights, entered when it is first needed and left at the end of `with`.
+    """The vmap level of members that share weights, entered on demand and left at the end of `with`.
 
     What a network computes before that runs once, outside of vmap.
     """
@@ -92,11 +91,11 @@ class Lane:
 
     @property
     def disturbed(self) -> bool:
-        """True if the network left a function mode, as `with torch.device(...)`, in which the level was entered."""
+        """True if the network left a function mode in which the level was entered, such as `with torch.device(...)`."""
         return self.members is not None and torch._C._len_torch_function_stack() != self._modes
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all members, `[M, ...]`; what they share is expanded."""
+        """Return the tensors of all members, `[M, ...]`; expand what they share."""
         return tensor.expand(self.count, *tensor.shape) if self.members is None else self.members.whole(tensor)
 
     def __enter__(self) -> Lane:
@@ -116,7 +115,10 @@ _is_own = _functorch.is_batchedtensor
 
 @dataclass(eq=False)
 class _Rules(TorchFunctionMode):
-    """While this mode is active, torch takes no fused attention, which vmap cannot batch; compilers miss that."""
+    """Dispatch torch functions to the rules of this module.
+
+    Any active function mode also keeps torch from its fused attention, which vmap cannot batch.
+    """
 
     members: AtOnce
 
@@ -125,13 +127,13 @@ class _Rules(TorchFunctionMode):
         rule = _RULES.get(function)
         if rule is not None and not torch.compiler.is_compiling():
             own = any(isinstance(value, Tensor) and _is_own(value) for value in (*args, *kwargs.values()))
-            if not own or _functorch.maybe_current_level() != self.members.level:  # the network's own vmap
+            if not own or _functorch.maybe_current_level() != self.members.level:  # under the network's own vmap
                 rule = None
         if rule is not None:
             result = rule(self.members, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if function is Tensor.unflatten:  # by which the compiler would find its way to `super()`, and stop
+        if function is Tensor.unflatten:  # keeps the compiler away from `super()` in it, where it stops
             return args[0].unflatten(*args[1:], **kwargs)
         return function(*args, **kwargs)
 
@@ -140,14 +142,14 @@ class _Rules(TorchFunctionMode):
 
 
 def products(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Each member's linear layer: `[M, N, I]` by `[M, O, I]`, plus `[M, O]`, is `[M, N, O]`."""
+    """Compute each member's linear layer: `[M, N, I]`, `[M, O, I]`, `[M, O]` -> `[M, N, O]`."""
     kind = rows.device.type
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
         rows, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (rows, weight))
     if bias is None:
         return torch.bmm(rows, weight.mT)
     bias = bias.to(rows.dtype)
-    if torch.compiler.is_compiling():  # which fuses the sum with what comes after it
+    if torch.compiler.is_compiling():  # fuses the sum with what follows
         return torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
     small = rows.shape[0] * rows.shape[1] * weight.shape[1] <= ONE_BY_ONE_ABOVE
     if small or _functorch.peek_interpreter_stack() is not None:  # under another vmap, that of draws
@@ -175,7 +177,7 @@ class _Products(torch.autograd.Function):
         )
 
 
-# -- rules: rule(members, *args, **kwargs), as the function, or NotImplemented ----------------------------------
+# -- rules: rule(members, *args, **kwargs), with the function's arguments, or NotImplemented --------------------
 
 
 def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -187,7 +189,7 @@ def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
-    """A linear layer with its weight the other way round."""
+    """Compute a linear layer that has its weight transposed."""
     if scales or input.dim() != 1 or not _is_own(mat2):
         return NotImplemented
     return _linear(members, mat1, mat2.mT, input)
@@ -205,7 +207,7 @@ def _layer_norm(
         return NotImplemented
     tensors = [members.whole(tensor) for tensor in (input, weight, bias) if tensor is not None]
     with members.outside():
-        own = zip(*(tensor.unbind() for tensor in tensors), strict=True)  # whose gradients are stacked once
+        own = zip(*(tensor.unbind() for tensor in tensors), strict=True)  # unbind once: one stack of gradients
         norm: Callable[..., Tensor] = partial(F.layer_norm, eps=eps)
         return members.own(torch.stack([norm(x, normalized_shape, *affine) for x, *affine in own]))
 
@@ -220,7 +222,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """One table of all members' rows. An index beyond a table's end is beyond the last member's too, and an error."""
+    """Look up all members' rows in one table; an index too large is out of range for the last member, and raises."""
     if not _is_own(weight) or max_norm is not None or sparse:
         return NotImplemented
     table, index = members.whole(weight), members.whole(input)
@@ -229,21 +231,21 @@ def _embedding(
         first = torch.arange(members.count, device=index.device) * rows
         shifted = index + first.view(-1, *[1] * (index.dim() - 1))
         result = F.embedding(shifted, table.flatten(0, 1), scale_grad_by_freq=scale_grad_by_freq)
-        if padding_idx is not None:  # a row without gradients
+        if padding_idx is not None:  # no gradient for this row
             result = torch.where((index == padding_idx % rows).unsqueeze(-1), result.detach(), result)
         return members.own(result)
 
 
 def _attention(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
-    """Members are more rows of the batch."""
+    """Fold members into the batch."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     attend: Callable[..., Tensor] = partial(
         F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     rank = query.dim()
-    drawn = dropout_p > 0 and torch.compiler.is_compiling()  # then vmap has to draw the members' own numbers
+    drawn = dropout_p > 0 and torch.compiler.is_compiling()  # vmap has to draw the members' own numbers
     if drawn or rank < 3 or key.dim() != rank or value.dim() != rank:
-        with math_attention():  # which need not know of gradients
+        with math_attention():  # works with and without gradients
             return attend(query, key, value, attn_mask)
     tensors = [members.whole(tensor) for tensor in (query, key, value)]
     batch = torch.broadcast_shapes(*(tensor.shape[:2] for tensor in tensors))
@@ -262,24 +264,24 @@ _BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 def _right_gradients(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Inside, attention has right gradients: cuDNN's were off by a fifth on an H200 (torch 2.11, bfloat16)."""
+    """Avoid cuDNN's attention, whose gradients were off by a fifth on an H200 (torch 2.11, bfloat16)."""
     return sdpa_kernel(_BUT_CUDNN) if tensor.is_cuda and torch.is_grad_enabled() else nullcontext()
 
 
 def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole: its parts have rules."""
+    """Run torch's multi-head attention as written: its parts have rules."""
     with _Rules(members):
         return multihead(*args, **kwargs)
 
 
 def _convolution(function: Any) -> Callable[..., Tensor]:
-    """Cast what vmap's convolution leaves uncast under autocast: the bias, and on a CPU all that it takes."""
+    """Cast what vmap's convolution does not cast under autocast: the bias, and on a CPU all arguments."""
 
     def rule(
         members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
         kind = input.device.type
-        if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # which autocast leaves alone
+        if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # autocast ignores float64
             return function(input, weight, bias, *rest, **options)
         dtype = torch.get_autocast_dtype(kind)
         y = function(input.to(dtype), weight.to(dtype), None, *rest, **options)
@@ -299,7 +301,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """With fixed statistics it is a product and a sum; members that share running ones are more rows of the batch."""
+    """Compute a product and a sum with fixed statistics; fold members that share running statistics into the batch."""
     if running_mean is None or running_var is None:
         return NotImplemented
     if training:
@@ -325,7 +327,7 @@ def _average_pool(members: AtOnce, input: Tensor, output_size: Any) -> Any:
 
 
 def _recurrent(function: Any) -> Callable[..., Any]:
-    """Members are more rows of the batch where they share the weights; a packed sequence has no list of weights."""
+    """Fold members into the batch where they share the weights; packed sequences have no rule."""
 
     def rule(members: AtOnce, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
         if not isinstance(weights, list) or any(map(_is_own, weights)) or input.dim() != 3:
@@ -348,7 +350,7 @@ def _recurrent(function: Any) -> Callable[..., Any]:
 
 
 def _folded(tensor: Tensor, batch: Sequence[int]) -> Tensor:
-    """`[M, B, ...] -> [M*B, ...]`"""
+    """Fold members into the batch, `[M, B, ...] -> [M*B, ...]`."""
     return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
 
 

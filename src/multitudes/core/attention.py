@@ -1,6 +1,6 @@
-"""Torch's attention by other means: with other functions inside it, and without its fused kernels.
+"""Torch's attention with replaced functions inside, and without fused kernels.
 
-Nothing here changes torch: modes are known to their thread alone, and copied functions have globals of their own.
+Nothing here changes torch itself: modes are local to a thread, and copied functions have their own globals.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Attention(NamedTuple):
 
 
 def _unwatched(function: Any) -> Callable[..., Any]:
-    """Copy a function of torch's that hides its parts from function modes: they see the parts, and not the copy."""
+    """Copy a torch function that hides its parts from function modes, so that modes see the parts instead."""
     own = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    own["_check_key_padding_mask"] = _check_padding  # compilers cannot follow torch's own inside a mode
+    own["_check_key_padding_mask"] = _check_padding  # compilers cannot trace torch's own inside a mode
     copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -56,7 +56,7 @@ multihead = _unwatched(F.multi_head_attention_forward)
 
 
 def math_attention() -> AbstractContextManager[Any]:
-    """Inside, attention is two products and a softmax, which vmap, second derivatives and NaN go through."""
+    """Replace attention by two products and a softmax, which support vmap, second derivatives and NaN."""
     return sdpa_kernel(SDPBackend.MATH) if torch.compiler.is_compiling() else _MathAttention()
 
 
@@ -73,10 +73,10 @@ class _MathAttention(TorchFunctionMode):
 
 def _by_math(given: Attention) -> Tensor:
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given
-    if dropout_p:  # by torch's own function, whose numbers another mode may draw
+    if dropout_p:  # torch's own function, so that another mode may replace its numbers
         return dropped(partial(F.dropout, p=dropout_p), given)
     kind = query.device.type
-    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # which autocast leaves alone
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # autocast ignores float64
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype == torch.bool:
@@ -91,7 +91,7 @@ def _by_math(given: Attention) -> Tensor:
 
 
 def dropped(drop: Callable[[Tensor], Tensor], given: Attention) -> Tensor:
-    """Attention whose weights `[..., T, S]` go through `drop`."""
+    """Compute attention with its weights `[..., T, S]` passed through `drop`."""
     query, key, value, mask, _, is_causal, scale, enable_gqa = given
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]

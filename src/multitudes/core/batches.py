@@ -1,4 +1,4 @@
-"""Data that a network is measured on, whatever they come as: `Batches`."""
+"""Data that networks are measured on, in any form: `Batches`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ROWS = 256
 
 
 class Batches:
-    """Data to measure networks on, which can be iterated any number of times.
+    """Data to measure networks on; it can be iterated any number of times.
 
-    That is a tensor of inputs `[N, ...]`; one batch, `(x, y)` or a mapping of keyword arguments; or an iterable of
-    batches, such as a `DataLoader`. A tuple starts with the inputs, and targets follow. Tensors are cut into
-    parts of equal size. Copies of a network share its data.
+    The data is a tensor of inputs `[N, ...]`; one batch, `(x, y)` or a mapping of keyword arguments; or an iterable of
+    batches, such as a `DataLoader`. In a tuple the inputs come first, then the targets. Tensors are cut into parts of
+    equal size. Copies of a network share its data.
     """
 
     def __init__(self, data: Any, rows: int = ROWS) -> None:
@@ -38,11 +38,11 @@ class Batches:
 
     @classmethod
     def of(cls, data: Any) -> Batches | None:
-        """`data`, where there is any, ready to be iterated."""
+        """Wrap `data`, unless it is None."""
         return data if data is None or isinstance(data, Batches) else cls(data)
 
     def on(self, device: torch.device) -> Iterator[tuple[Input, Tensor | None]]:
-        """Inputs and targets, batch by batch; an error where there is none."""
+        """Yield inputs and targets on a device, batch by batch; raise an error if there are none."""
         empty = True
         for batch in self.batches:
             empty = False
@@ -61,7 +61,7 @@ def _cut(x: Input, y: Tensor | None, rows: int) -> Iterator[tuple[Input, Tensor 
         return
     if y is not None and x.dim() and len(y) != len(x):
         sequences = x.dim() > 2 or (x.dim() == 2 and not x.is_floating_point())
-        if sequences and len(x) <= rows and len(y) == x.shape[1]:  # a sequence comes first
+        if sequences and len(x) <= rows and len(y) == x.shape[1]:  # sequence axis first
             yield x, y
             return
         raise ValueError(f"data must have one target for each of the {len(x)} inputs, got {len(y)}")

@@ -1,4 +1,4 @@
-"""Call any network: its arguments, its answer, the errors where they do not fit, and one thread at a time."""
+"""Call any network: arguments, outputs, errors for wrong inputs, and locks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 class InputError(ValueError):
-    """A wrong input or argument, described by the library itself; passed on as it is."""
+    """A wrong input or argument, described by the library; passed on unchanged."""
 
 
 def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for a network called with `x`.
+    """Return the positional and keyword arguments for a network called with `x`.
 
     A mapping holds keyword arguments, or is itself the one argument of a `forward(batch)`.
     """
@@ -37,7 +37,7 @@ def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
-    """Return whether a network's forward takes a mapping as one argument, and not its entries as keywords."""
+    """Return whether a network's forward takes a mapping as one argument, instead of its entries as keywords."""
     if torch.compiler.is_compiling():
         return False
     signature = inspect.signature(network.forward)
@@ -53,7 +53,7 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
 
 
 def call(network: nn.Module, x: Input) -> Tensor:
-    """Run a network and find its prediction: the tensor it returns, the `logits` of that, or the chosen output."""
+    """Run a network and return its prediction: the tensor it returns, its `logits`, or the chosen output."""
     if isinstance(x, Tensor):
         answer = network(x)
     else:
@@ -63,10 +63,10 @@ def call(network: nn.Module, x: Input) -> Tensor:
 
 
 def placed(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors, given by one name each, by every place that holds the one they stand for, each module under one name.
+    """Return replacement tensors by all their places in the network, given one name for each.
 
-    These are for `functional_call` with `tie_weights=False`: a tensor that two modules share is put into both, and a
-    module with two names gets its tensors back after the call, which it otherwise does not.
+    For `functional_call` with `tie_weights=False`: a tied tensor is replaced in all its places. Each module goes by one
+    of its names only, as `functional_call` does not restore modules that are replaced under two.
     """
     own = dict(network.named_parameters()) | dict(network.named_buffers())
     given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
@@ -79,37 +79,37 @@ def placed(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
-    """Run a network with other tensors in the place of some of its own, by name, and find its prediction."""
+    """Run a network with some of its tensors replaced, by name, and return its prediction."""
     args, kwargs = split_call(network, x)
     return prediction_in(functional_call(network, placed(network, state), args, kwargs, tie_weights=False), network)
 
 
 OUTPUT = "multitudes_output"
-"""The attribute of a network that says which part of its answer counts; copies and saved files keep it."""
+"""The attribute of a network that holds its `output`; copies and saved files keep it."""
 
 Output = str | int | Callable[[Any], Tensor]
-"""Which part of a network's answer is the prediction: a key or attribute, a position, or a function of the answer."""
+"""The prediction in a network's output: a key or attribute, a position, or a function of the output."""
 
 
 def with_output(network: nn.Module, output: Output) -> nn.Module:
-    """The same network, its parameters, buffers and children, of whose answer another part counts.
+    """Return the network with a chosen output, sharing its parameters, buffers and children.
 
-    The given one is left as it was: two multitudes may take different parts of the answer of one network.
+    The given network does not change: two multitudes may use different outputs of one network.
     """
     if isinstance(output, bool) or not (isinstance(output, (str, int)) or callable(output)):
         raise ValueError(f"output must be a key, an attribute, a position or a function of the answer, got {output!r}")
-    twin = copy.copy(network)  # shallow: its registries are the network's own
+    twin = copy.copy(network)  # shallow: shares the network's registries
     object.__setattr__(twin, OUTPUT, output)
     return twin
 
 
 def chosen_output(network: nn.Module) -> Output | None:
-    """Which part of a network's answer counts; None where that was not chosen."""
+    """Return the chosen output of a network; None if none was chosen."""
     return vars(network).get(OUTPUT)
 
 
 def prediction_in(answer: Any, network: nn.Module) -> Tensor:
-    """The prediction in a network's answer: what was chosen, or the answer itself, or the `logits` of it."""
+    """Return the prediction in a network's output: the chosen part, the output itself, or its `logits`."""
     output = vars(network).get(OUTPUT)
     if output is not None:
         found = part_of(answer, output)
@@ -128,9 +128,9 @@ def prediction_in(answer: Any, network: nn.Module) -> Tensor:
 
 
 def part_of(answer: Any, output: Output) -> Any:
-    """Return the chosen part of a network's answer; raise an error where it is missing.
+    """Return the chosen part of a network's output; raise an error if it is missing.
 
-    A tensor alone is its own logits, as of networks that answer with more in training; it has no other part.
+    A single tensor counts as its own logits, since some networks return more in training only; it has no other part.
     """
     if isinstance(answer, Tensor) and not callable(output):
         if output == "logits":
@@ -154,7 +154,7 @@ def _shown(output: Output) -> str:
 
 
 def _parts(answer: Any) -> str:
-    """The tensors that an answer holds, for an error."""
+    """List the tensors in an output, for an error."""
     named: Any = {}
     if isinstance(answer, Mapping):
         named = answer
@@ -172,7 +172,7 @@ def tile(x: Input, times: int) -> Input:
 
 
 def rows(x: Input, index: Tensor) -> Input:
-    """The inputs at these positions of the batch."""
+    """Return the inputs at these positions of the batch."""
     batch = tensors_in(x)[0].shape[0]
     return mapped(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
 
@@ -189,13 +189,14 @@ def mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 LABELS = ("label", "labels")
-"""The names of targets in Hugging Face's batches."""
+"""The keys of targets in Hugging Face's batches."""
 
 
 def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
     """Split a batch of data into the arguments of a network and the targets.
 
-    A batch is an input, or a tuple or list that starts with one; or a mapping of keyword arguments, labels among them.
+    A batch is an input; a tuple or list that starts with one; or a mapping of keyword arguments that includes the
+    labels.
     """
     if isinstance(batch, Mapping):
         x: Any = {key: value for key, value in batch.items() if key not in LABELS}
@@ -213,7 +214,7 @@ def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
 
 
 def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
-    """The weights `[B]` of a batch `(x, y, weight)`, which an error names by `what`; None where it has none."""
+    """Return the weights `[B]` of a batch `(x, y, weight)`, or None; errors call the batch `what`."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 3 or batch[2] is None:
         return None
     weight = batch[2]
@@ -225,7 +226,7 @@ def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
             f"{what} must be (x, y), or (x, y, weight) with one floating-point number for each of the {len(y)} rows as "
             f"its weight, got {got}"
         )
-    if not weight.is_cuda and not bool((weight.isfinite() & (weight >= 0)).all()):  # looking would wait for a GPU
+    if not weight.is_cuda and not bool((weight.isfinite() & (weight >= 0)).all()):  # reading would wait for a GPU
         wrong = weight[~(weight.isfinite() & (weight >= 0))][0].item()
         raise ValueError(f"{what} must have weights that are finite numbers, 0 or more, got {wrong:g}")
     return weight
@@ -237,7 +238,7 @@ def moved(x: Any, device: torch.device | str | None) -> Any:
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """The tensors in an input, at any depth."""
+    """Return the tensors in an input, at any depth."""
     if isinstance(x, Tensor):
         return [x]
     held = x.values() if isinstance(x, Mapping) else x
@@ -246,7 +247,7 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 def versions(x: Input) -> list[int]:
-    """Count the writes in place to each tensor of an input; 0 in inference mode, which does not count them."""
+    """Return the version counter of each tensor of an input; 0 in inference mode, which has none."""
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
@@ -255,20 +256,19 @@ _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncod
 
 
 def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[Any]:
-    """Inside, torch's attention calls its layers and functions, instead of one fused kernel that vmap cannot batch.
+    """Make torch's attention call its layers and functions, instead of one fused kernel that vmap cannot batch.
 
-    With a `network` that has no such attention nothing is done, since a function mode takes a microsecond for each
-    function.
+    Does nothing for a `network` without such attention, since a function mode costs a microsecond per function.
     """
     if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
         return nullcontext()
-    if torch.compiler.is_compiling():  # compilers follow the switch as they trace, and what they compile sets nothing
+    if torch.compiler.is_compiling():  # set while tracing; the compiled code sets nothing
         return holding([torch.backends.mha], "_is_fastpath_enabled", False)
-    return BaseTorchFunctionMode()  # torch takes its fused attention only where no mode is active in the thread
+    return BaseTorchFunctionMode()  # torch uses fused attention only if the thread has no active mode
 
 
 def kind_of(x: Any, batch: int | None = None) -> Any:
-    """The kind of an input, whatever its sizes: ranks, dtypes, and which tensors are as long as the first."""
+    """Describe an input without its sizes: ranks, dtypes, and which tensors are as long as the first; hashable."""
     if batch is None:
         first = tensors_in(x)
         batch = first[0].shape[0] if first and first[0].dim() else 0
@@ -282,7 +282,7 @@ def kind_of(x: Any, batch: int | None = None) -> Any:
 
 
 def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
-    """Return what a verdict depends on: the mode; and the kind of input, whether it has several rows, and autocast."""
+    """Return the cache key of a verdict: the mode; the kind of input, whether it has several rows, and autocast."""
     first = x if isinstance(x, Tensor) else tensors_in(x)[0]
     device = first.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -292,7 +292,7 @@ def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
 
 @contextmanager
 def input_errors(x: Input) -> Iterator[None]:
-    """Turn torch's errors about an input that does not fit into a ValueError that names the input."""
+    """Turn torch's errors about an unsuitable input into a ValueError that names the input."""
     check_input(x)
     try:
         yield
@@ -307,7 +307,7 @@ def check_input(x: Input) -> None:
 
 
 def raise_about(x: Input, error: Exception) -> NoReturn:
-    """Raise an error of torch's about an input as one that names the input; raise any other as it is."""
+    """Raise a torch error about an input as one that names the input; raise any other error unchanged."""
     passing = (torch.OutOfMemoryError, NotImplementedError, InputError)  # not about the shape of x
     if isinstance(error, passing) or "CUDA error" in str(error):
         raise error
@@ -316,9 +316,9 @@ def raise_about(x: Input, error: Exception) -> NoReturn:
 
 
 def one_per_input(predictions: Tensor, x: Input) -> Tensor:
-    """Predictions `[S, B, ...]` as they are, or an error where B cannot be the number of inputs.
+    """Return predictions `[S, B, ...]`; raise an error if B cannot be the number of inputs.
 
-    A single tensor has its batch first, or second where a sequence comes first; of several, the network knows.
+    A single tensor has its batch axis first, or second after a sequence axis; several tensors are not checked.
     """
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     fits = len(tensors) > 1 or predictions.shape[1:2] in (tensors[0].shape[:1], tensors[0].shape[1:2])
@@ -330,7 +330,7 @@ def one_per_input(predictions: Tensor, x: Input) -> Tensor:
     return predictions
 
 
-# -- one thread at a time ------------------------------------------------------------------------------------
+# -- locks ---------------------------------------------------------------------------------------------------
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _FINDING = threading.Lock()
@@ -338,17 +338,17 @@ _INITIALIZING = threading.RLock()
 
 
 def initializing() -> threading.RLock:
-    """The lock of code that initializes networks: torch has one random state for all threads.
+    """Return the lock for code that initializes networks, since torch has one random state for all threads.
 
-    It is taken before a network's lock, never after it.
+    Take it before a network's lock, never after.
     """
     return _INITIALIZING
 
 
 def one_thread(network: nn.Module) -> AbstractContextManager[object]:
-    """The lock of a network, held by the thread that runs it; each copy of a network has a lock of its own.
+    """Return the lock that a thread holds while it runs a network; each copy of a network has its own.
 
-    `torch.compile` cannot trace a lock: a compiled network is called without one.
+    `torch.compile` cannot trace a lock, so that compiled networks run without it.
     """
     if torch.compiler.is_compiling():
         return nullcontext()
@@ -358,8 +358,8 @@ def one_thread(network: nn.Module) -> AbstractContextManager[object]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module's own mode again after; for one thread at a time."""
-    shared = getattr(type(model), "shares", None)  # a multitude's network is no child of it
+    """Hold a model's lock and put it in evaluation mode; restore the mode of each module afterwards."""
+    shared = getattr(type(model), "shares", None)  # a multitude's network is not one of its children
     network: nn.Module = model if shared is None else getattr(model, shared)
     with one_thread(network):
         modes = [(module, module.training) for module in (*model.modules(), network)]
@@ -378,4 +378,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)  # the threads that held them are not in the child
+    os.register_at_fork(after_in_child=_forget)  # the child does not have the threads that held them

@@ -1,4 +1,4 @@
-"""Checks of arguments and of optional packages, with an error of one sentence."""
+"""Checks of arguments and of optional packages, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_count(name: str, value: int, least: int = 1) -> int:
-    """A whole number, `least` or more, which it returns."""
+    """Return a whole number after checking that it is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
     return value
@@ -17,7 +17,7 @@ def check_count(name: str, value: int, least: int = 1) -> int:
 def check_number(
     name: str, value: float, low: float, high: float = float("inf"), above: bool = False, below: float | None = None
 ) -> None:
-    """A real number from `low` (or above it) to `high`, or to `below`, which it stays below."""
+    """Check a real number: from `low` (exclusive with `above`) to `high`, or less than `below`."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
     fits = real and (low < value if above else low <= value) and value <= high and value != float("inf")
     if not fits or (below is not None and value >= below):
@@ -29,19 +29,19 @@ def check_number(
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """One of a few."""
+    """Check that a value is one of several."""
     if value not in (choices := list(choices)):
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def check_seed(seed: int | None) -> None:
-    """A whole number that torch can be seeded with, or None."""
+    """Check that a seed is None or a whole number that torch accepts."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
         raise ValueError(f"seed must be None or a whole number, 0 or more and below 2**63, got {seed!r}")
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """An optional module; where it is missing, an ImportError that says for `what`, and which extra has it.
+    """Import an optional module; raise an ImportError that names its use, `what`, and the extra that installs it.
 
     >>> needed("json", "report", "a report").dumps([1])
     '[1]'
@@ -57,7 +57,7 @@ def needed(module: str, extra: str, what: str) -> Any:
 
 
 def plural(count: int, noun: str) -> str:
-    """A number of things.
+    """Format a count with its noun.
 
     >>> plural(1, "job"), plural(2, "job")
     ('1 job', '2 jobs')

@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """As `torch.compiler.disable`, which would import the compiler, two seconds, whether or not anything is compiled.
+    """Exclude a function from graphs, like `torch.compiler.disable`, but without importing the compiler (two seconds).
 
     >>> uncompiled(abs)(-1)
     1
@@ -25,9 +25,9 @@ def uncompiled(function: Function) -> Function:
         if compiler is None:
             return function(*args, **kwargs)
         if (skip := getattr(compiler, "skip_code", None)) is not None:
-            skip(run.__code__)  # type: ignore[attr-defined]  # which is all of this module that it could meet
+            skip(run.__code__)  # type: ignore[attr-defined]  # the only frame of this module in a trace
         return torch.compiler.disable(function)(*args, **kwargs)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # by which it knows what not to trace
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # the compiler's own mark
     run._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Copies of networks, whatever they hold."""
+"""Copy networks, including what Python's deepcopy cannot copy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
-    """A deep copy of a network; `memo` gives what stands in the place of some of its parts, by their `id`.
+    """Return a deep copy of a network; `memo` maps the `id` of some of its parts to their replacements.
 
-    Python's own copy refuses tensors that autograd has made, such as the weight that an old `weight_norm` computes, or
-    a feature map that a network remembers: these are copied without their history. Random generators keep their state.
-    A function that a network holds, `self.act = lambda x: self.fc(x)`, closes over the copy and not over the network.
+    `copy.deepcopy` refuses tensors that autograd computed, such as the weight of the old `weight_norm` or a feature map
+    that a network keeps; these are copied without their history. Random generators keep their state. A function in an
+    attribute, `self.act = lambda x: self.fc(x)`, is rebound to the copy.
     """
     memo = {} if memo is None else memo
     try:
@@ -31,7 +31,7 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
             elif isinstance(value, Tensor) and _is_made(value):
                 memo.setdefault(id(value), value.data.clone())
         twin = copy.deepcopy(network, memo)
-    except (TypeError, RecursionError) as error:  # a lock or a file that some attribute holds; a list that holds itself
+    except (TypeError, RecursionError) as error:  # a lock or a file in some attribute; a list that contains itself
         raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
     for module in twin.modules() if any(isinstance(value, FunctionType) for value in held) else ():
         vars(module).update({name: _bound(value, memo) for name, value in vars(module).items()})
@@ -39,7 +39,7 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
 
 
 def _bound(value: Any, memo: dict[int, Any]) -> Any:
-    """Bind functions, in containers too, to the copies of what they close over."""
+    """Rebind functions, also those in containers, to the copies of the objects in their closures."""
     leaves, spec = tree_flatten(value)
     bound = [_bound_function(leaf, memo) if isinstance(leaf, FunctionType) else leaf for leaf in leaves]
     return value if all(map(is_, bound, leaves)) else tree_unflatten(bound, spec)
@@ -51,7 +51,7 @@ def _bound_function(function: FunctionType, memo: dict[int, Any], depth: int = 3
     for cell in cells if depth else ():
         try:
             held = cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # empty cell
             own.append(cell)
             continue
         new = memo.get(id(held), held)
@@ -69,35 +69,35 @@ def _bound_function(function: FunctionType, memo: dict[int, Any], depth: int = 3
 
 
 def _is_made(tensor: Tensor) -> bool:
-    """Return whether autograd has made a tensor."""
+    """Return whether autograd computed a tensor."""
     try:
         return not tensor.is_leaf
-    except RuntimeError:  # it is one of several views of what was changed since, as a recurrent layer's flat weights
+    except RuntimeError:  # a view whose base was changed in place, such as a recurrent layer's flat weights
         return True
 
 
 def share_hooks(module: nn.Module, other: nn.Module) -> None:
-    """Give another module the hooks of `module` around its forward and backward, beside its own."""
+    """Add the forward and backward hooks of `module` to another module."""
     for name, hooks in vars(module).items():
         if name.startswith(("_forward_", "_backward_")):
             vars(other)[name].update(hooks)
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
-    """Share a network's registries of parameters, buffers and children, and so its names."""
+    """Share a network's registries of parameters, buffers and children, and thus its names."""
     for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         object.__setattr__(sharer, registry, getattr(network, registry))
 
 
 class Sharing(nn.Module):
-    """A module that shares the registries of another, which is its attribute of the name `shares`."""
+    """A module that shares the registries of another one, which is its attribute `shares`."""
 
     shares: str
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         share_registries(self, inner)
-        object.__setattr__(self, self.shares, inner)  # not registered, which would put a name in front
+        object.__setattr__(self, self.shares, inner)  # registering it would prefix its names
         self.training = inner.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -1,4 +1,4 @@
-"""The device that a name stands for, and the one that a network is on."""
+"""Find the device for a name, and the device of a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def device_of(name: str | torch.device | None) -> torch.device:
-    """Return the device of a name; auto, or None, is a GPU where there is one.
+    """Return the device of a name; "auto" and None are a GPU if there is one.
 
     >>> device_of("cpu")
     device(type='cpu')

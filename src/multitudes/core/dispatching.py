@@ -1,7 +1,7 @@
-"""Dispatch modes that several threads may be in at once.
+"""Dispatch modes that several threads may use at once.
 
-Torch notes for the whole process that some dispatch mode is active, and puts back what it found. Where two threads
-overlap, the one that leaves last puts back the other's note: it stays, and `torch.compile` compiles nothing any more.
+Torch has process-wide flags for an active dispatch mode, and each mode restores the flags it found. If two threads
+overlap, the one that leaves last restores the other's flags: they stay set, and `torch.compile` compiles nothing more.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NOTES = [
     )
     if hasattr(_python_dispatch, name)  # older versions of torch have fewer
 ]
-"""Torch's notes, names of `torch.utils._python_dispatch`, which are set to what they were and to nothing else."""
+"""Torch's flags, by their names in `torch.utils._python_dispatch`; only these are reset."""
 
 _tell_the_compiler = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 
 
 class Overlapping:
-    """Base of dispatch modes, before torch's: the last of them that is left puts back torch's notes."""
+    """Mixin for dispatch modes, listed before torch's base; the last mode to exit resets torch's flags."""
 
     _lock = threading.Lock()
     _active = 0
@@ -55,7 +55,7 @@ class Overlapping:
 
 
 class NumbersDrawn(Overlapping, TorchDispatchMode):
-    """Notes whether this thread draws random numbers of torch, whatever other threads do.
+    """Record whether this thread draws from torch's random state, whatever other threads do.
 
     >>> with NumbersDrawn() as drawn:
     ...     _ = torch.ones(2) + 1
@@ -78,9 +78,9 @@ class NumbersDrawn(Overlapping, TorchDispatchMode):
 
 
 def _draws(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether one of torch's operations draws from torch's own state.
+    """Return whether a torch operation draws from torch's own random state.
 
-    Attention and recurrence do where they drop something, and others where they have no generator.
+    Attention and recurrent kernels do if they have dropout; other random operations, if they get no generator.
     """
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False

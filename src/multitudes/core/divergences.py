@@ -1,4 +1,4 @@
-"""Divergences: the Kullback-Leibler terms of the methods' objectives, declared so that a saved file may name them."""
+"""Divergences: the Kullback-Leibler terms of the methods' objectives, registered so that saved files can name them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Divergence = Callable[..., Tensor]
 """`(network, **prior) -> scalar`: a term of a variational objective."""
 
 DIVERGENCES: dict[str, Divergence] = {}
-"""Every declared divergence by its module and name. A file can name no other function."""
+"""All registered divergences, by module and name; files can name no other function."""
 
 
 F = TypeVar("F", bound=Divergence)
 
 
 def divergence(function: F) -> F:
-    """Declare a module's function as a divergence: a decorator."""
+    """Register a function of a module as a divergence (decorator)."""
     DIVERGENCES[name_of(function)] = function
     return function
 
 
 def name_of(function: Divergence) -> str:
-    """The name under which a divergence is declared."""
+    """Return the name of a registered divergence."""
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -1,7 +1,7 @@
-"""Files that are whole, or not there: written under another name first, and sealed by a checksum.
+"""Files that are written whole or not at all, sealed by a checksum.
 
-A *seal* is the SHA-256 of a file with 64 zeros in place of the seal, which stands near the start of the file itself,
-JSON or safetensors. So a file and its checksum appear in one rename.
+A *seal* is the SHA-256 of a file, computed with 64 zeros in its place; it is near the start of the file itself, JSON or
+safetensors. Thus a file and its checksum appear in one rename.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import IO, Any
 
 UNFINISHED = ".unfinished"
-"""Suffix of files that are being written, or that a killed process has left."""
+"""Suffix of files being written, or left by a killed process."""
 BLANK = "0" * 64
 """Placeholder of the seal until a file is sealed."""
 
 NAME = "file_name"
-"""The key of a JSON file that holds its name, so that one in another's place is noticed."""
+"""The key of a JSON file for its own name, so that a file in another's place is noticed."""
 
 _MARK = re.compile(rb'sha256[\\": ]{1,6}([0-9a-f]{64})')
 _HEAD = 512
-"""The seal is within so many bytes of the start."""
+"""The seal is within this many bytes of the start."""
 _SETTLED = 2.0
-"""A file must be so many seconds old for its time to tell that it has not changed since."""
+"""Age in seconds from which a file's modification time proves that it has not changed since."""
 
 
 class DamagedError(ValueError):
-    """A file is not what was written: which one, and what is wrong with it."""
+    """A damaged file: its path, and what is wrong with it."""
 
     def __init__(self, path: str | os.PathLike[str], what: str) -> None:
         self.path, self.what = Path(path), what
@@ -44,7 +44,7 @@ class DamagedError(ValueError):
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to inside; what was written is at `path` after, at once, or nowhere if it failed.
+    """Yield a path to write to; on success it replaces `path` at once, on failure it is removed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -55,12 +55,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
-    if unfinished.is_symlink():  # which would lead elsewhere
+    if unfinished.is_symlink():  # it would lead elsewhere
         unfinished.unlink()
     try:
         yield unfinished
         with unfinished.open("rb") as file:
-            os.fsync(file.fileno())  # else the name could reach the disk before the content
+            os.fsync(file.fileno())  # otherwise the name could reach the disk before the content
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def sealing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Like `replacing`, and what was written is sealed: a file with `sha256` and `BLANK` near its start."""
+    """Like `replacing`, and seal the file, which must have `sha256` and `BLANK` near its start."""
     with replacing(path) as unfinished:
         yield unfinished
         with unfinished.open("r+b") as file:
@@ -81,7 +81,7 @@ def sealing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> Path:
-    """Write a file whole or not at all, whenever the process or the machine dies; gives its path."""
+    """Write a file whole or not at all, even if the process or the machine dies; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
@@ -90,9 +90,9 @@ def write_atomically(path: str | Path, data: bytes | str) -> Path:
 
 
 def write_json(path: str | Path, table: Mapping[str, Any], place: bool = False) -> Path:
-    """Write a table of plain values as a sealed JSON object, which also holds the name of its file; gives its path.
+    """Write a table of plain values, and the name of its file, as a sealed JSON object; return its path.
 
-    With `place` it holds that of its folder too, where files of the same name lie in several.
+    With `place`, write the name of its folder too, for files of the same name in several folders.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def write_json(path: str | Path, table: Mapping[str, Any], place: bool = False) 
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file to write to it in place, unless it is a link, which may lead anywhere."""
+    """Open a file to write to it in place; refuse links, which may lead anywhere."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -124,13 +124,13 @@ def open_own(path: Path, mode: str) -> IO[Any]:
 # -- checking ----------------------------------------------------------------------------------------------
 
 _CHECKED: dict[str, tuple[tuple[int, ...], str]] = {}
-"""By path, the seals of files that were found whole, and how the files were marked then."""
+"""Seals of files that were verified, by path, with the files' identity at that time."""
 
 
 def check_seal(path: str | os.PathLike[str]) -> str:
-    """The seal of a file, after the file was found to be what was sealed; else a `DamagedError`.
+    """Verify the seal of a file and return it; raise a `DamagedError` if it does not match.
 
-    A file is read once in a process, unless it changes.
+    A process reads each file once, unless it changes.
     """
     path = Path(path)
     try:
@@ -151,7 +151,7 @@ def check_seal(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table that `write_json` wrote, without its seal; a `DamagedError` where it is not whole."""
+    """Return the table that `write_json` wrote, without its seal; raise a `DamagedError` if it is not whole."""
     path = Path(path)
     check_seal(path)
     try:
@@ -183,14 +183,14 @@ def _checked(file: IO[bytes], path: Path) -> str:
 
 
 def _place(file: IO[bytes]) -> int | None:
-    """Return where the seal of a file is; None where it has none."""
+    """Return the position of a file's seal; None if it has none."""
     file.seek(0)
     found = _MARK.search(file.read(_HEAD))
     return None if found is None else found.start(1)
 
 
 def _digest(file: IO[bytes], place: int) -> str:
-    """The SHA-256 of a file with zeros for its seal."""
+    """Return the SHA-256 of a file with zeros as its seal."""
     file.seek(0)
     digest = hashlib.sha256(file.read(place) + BLANK.encode())
     file.seek(place + len(BLANK))

@@ -1,4 +1,4 @@
-"""Packages that import what they offer when it is first asked for."""
+"""Packages that import their names on first access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], rooms: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package: `homes` has the names, with spaces between, of each of its modules.
+    """Return the `__getattr__` and `__dir__` of a package; `homes` maps its modules to their names, joined by spaces.
 
     >>> offer, _ = lazy_names("multitudes.core", {"checks": "check_count check_number"})
     >>> offer("check_count")("members", 4)

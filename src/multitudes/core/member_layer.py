@@ -1,4 +1,4 @@
-"""Layers that tell the members of a network apart whose other weights they share."""
+"""Layers that differ between members of a network whose other weights are shared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemberLayer(nn.Module):
     """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
 
     wraps = "layer"
-    """The child that is the user's own layer, whose place it takes."""
+    """The child that is the user's own layer, which this layer replaces."""
 
     batched = False
     """True where all members run by one batched product, which is faster than M products while it fits the caches."""
@@ -33,7 +33,7 @@ class MemberLayer(nn.Module):
     """True where it takes the rows of all members as one batch, `[M*B, ...]`."""
 
     member: int | None = None
-    """The member that it is, in a view that is one member; None where it is all of them."""
+    """The member that runs, in a view that is one member; None for all members."""
 
     in_view = False
     """True for a layer of a view of the network (see `views.py`)."""
@@ -45,7 +45,7 @@ class MemberLayer(nn.Module):
     """True in a view whose rows are tiled by this layer: its input is `[B, ...]`, the same for all members."""
 
     def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
-        """`axis` is that of channels in x, counted from the last."""
+        """Wrap a layer whose channels are on `axis` of x, counted from the last."""
         super().__init__()
         self.layer = layer
         self.members = members
@@ -53,8 +53,8 @@ class MemberLayer(nn.Module):
         self.place = ""  # its name in the network
 
     def __getattr__(self, name: str) -> Any:
-        """The layer's plain settings (`stride`, `in_features`), which networks may ask for; never its tensors."""
-        special = name == "layer" or name.startswith("__")  # as `__deepcopy__` of parametrised layers
+        """Return the layer's plain settings (`stride`, `in_features`), which networks may read; never its tensors."""
+        special = name == "layer" or name.startswith("__")  # such as `__deepcopy__` of parametrized layers
         if not special and "layer" in self.__dict__.get("_modules", {}):
             setting = getattr(self.layer, name, None)
             if setting is not None and not isinstance(setting, Tensor):
@@ -63,13 +63,13 @@ class MemberLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight's shape, dtype and device, for networks that ask; to compute with it is an error."""
+        """The weight's shape, dtype and device, for networks that read them; computing with it is an error."""
         with evaluating(self.layer), torch.no_grad():  # in training, what computes a weight may move its buffers
             return self._asked("weight", self.layer.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """As `weight`; None where the layer has none."""
+        """The same for the bias; None if the layer has none."""
         bias = self._bias()
         return self._asked("bias", bias) if isinstance(bias, Tensor) else bias
 
@@ -88,7 +88,7 @@ class MemberLayer(nn.Module):
         return [name for name, parameter in self._parameters.items() if parameter is not None]
 
     def fold(self, index: int) -> nn.Module:
-        """The plain layer that member `index` sees."""
+        """Return the plain layer of member `index`."""
         raise NotImplementedError
 
     def as_member(self, index: int) -> dict[str, Any]:
@@ -146,9 +146,9 @@ class MemberLayer(nn.Module):
     # -- all members -------------------------------------------------------------------------------------
 
     def _all(self, function: Callable[..., Tensor], *tensors: Tensor, made: bool = False) -> Tensor:
-        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to those of this layer's tensors.
+        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to this layer's tensors.
 
-        They are `[M*B, ...]`, or untiled `[B, ...]`. What this layer has `made` is tiled, whatever its input is.
+        They are `[M*B, ...]`, or untiled `[B, ...]`. Tensors that this layer has `made` are always tiled.
         """
         if self.vmapped:
             members = self._at_once()
@@ -217,7 +217,7 @@ def _joined(members: AtOnce, *parts: Any) -> Any:
 def checkpointed_without_gradient() -> bool:
     """Return whether this runs inside torch's reentrant checkpointing of inputs that need no gradient.
 
-    Then nothing inside gets a gradient, in a network of one member too, and torch shows no more than a warning.
+    Then nothing inside gets a gradient, also in a network of one member, and torch only warns.
     """
     function = CheckpointFunction.forward.__code__
     frame, given = sys._getframe(), None

@@ -1,4 +1,4 @@
-"""Members that share no weight: networks of one architecture in a list, each an ordinary module."""
+"""Members that share no weight: a list of networks of one architecture, each an ordinary module."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Members(Multitude):
     """M networks of one architecture that share no weight.
 
     Each member is a plain network: `net.member(i)` is a module of the user's own class with its own parameters, buffers
-    and attributes; in `state_dict()` and `named_parameters()` its number stands before its own names. Equal parameters
-    that were frozen when the networks were put together are one tensor that all members use.
+    and attributes. `state_dict()` and `named_parameters()` prefix its names with its number. Parameters that were
+    frozen and equal when the networks were combined are one tensor that all members use.
 
-    `net.runner` says how members run: `"loop"` one after the other, `"packed"` with their channels side by side in
-    grouped layers, `"vmapped"` by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
-    default, takes the one that is usually the fastest on the device for a network of its kind and size
+    `net.runner` selects how members run: `"loop"`, one after the other; `"packed"`, with their channels side by side in
+    grouped layers; `"vmapped"`, by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
+    default, selects what is usually the fastest on the device for networks of this kind and size
     (`core/runners/selection.py`).
     """
 
@@ -52,7 +52,7 @@ class Members(Multitude):
 
     @property
     def template(self) -> nn.Module:
-        """The first member, whose class and configuration all members have."""
+        """The first member; all have its class and configuration."""
         return next(iter(self.network))
 
     # -- runners -----------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Members(Multitude):
         if self._shared and torch.is_grad_enabled():
             self._check_frozen()
         predictions = self._runners.run(self._runner, x)
-        # Members that are multitudes themselves give [S, B, ...] each.
+        # Members that are multitudes themselves return [S, B, ...] each.
         return predictions.flatten(0, 1) if self._runners.nested else predictions
 
     def refusal(self, name: str, x: Input) -> str:
@@ -104,20 +104,20 @@ class Members(Multitude):
     # -- shared frozen parameters ------------------------------------------------------------------------
 
     def unshare(self) -> Members:
-        """Give each member its own copy of the frozen parameters that all share, to train them; returns itself."""
+        """Give each member its own copy of the shared frozen parameters, to train them; return the multitude."""
         own_parameters(list(self.network[1:]), {id(parameter) for _, parameter in self._shared})
         self.forget()
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Members:
-        """As `nn.Module.requires_grad_`; to train parameters that members share gives each its own first."""
+        """Do `nn.Module.requires_grad_`; before shared parameters are trained, give each member its own copy."""
         if requires_grad:
             self.unshare()
         super().requires_grad_(requires_grad)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Give each member its own of the shared parameters for which the state has different values."""
+        """Give each member its own copy of shared parameters that have different values in the state."""
         different = {
             id(parameter)
             for name, parameter in self._shared
@@ -129,9 +129,9 @@ class Members(Multitude):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module.load_state_dict`; shared parameters become each member's own where the values differ."""
+        """Do `nn.Module.load_state_dict`; shared parameters become each member's own where the values differ."""
         keys = super().load_state_dict(state_dict, strict, assign)
-        if assign and self._shared:  # each member has got a parameter of its own, of the same memory
+        if assign and self._shared:  # each member got its own parameter, in the same memory
             for member in self.network[1:]:
                 share_frozen(self.template, member)
             self.forget()
@@ -156,7 +156,7 @@ class Members(Multitude):
         return [member.loss(x, y, criterion, task=task, weight=weight) for member in self.network]  # type: ignore[operator]
 
     def kl(self, **prior: Any) -> Tensor:
-        """The sum of the members' divergences."""
+        """Return the sum of the members' divergences."""
         if not self.divergences:
             return torch.zeros(())
         each = [_divergence(self.divergences, member, prior) for member in self.network]
@@ -166,7 +166,7 @@ class Members(Multitude):
         return self.network[index]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale each member's gradient to at most `max_norm`, as training it alone would; the norms, `[M]`."""
+        """Scale each member's gradient to at most `max_norm`, as if it were trained alone; return the norms, `[M]`."""
         return torch.stack([nn.utils.clip_grad_norm_(member.parameters(), max_norm) for member in self.network])
 
     def _rows(self) -> Iterator[tuple[str, nn.Module, int]]:
@@ -177,7 +177,7 @@ class Members(Multitude):
 
 
 def _all_equal(values: Sequence[Tensor | None]) -> bool:
-    """Return whether these values of one parameter, as far as they are there, are the same."""
+    """Return whether the values of one parameter that are present are all equal."""
     there = [value for value in values if value is not None]
     return all(value is there[0] or equal(there[0], value) for value in there[1:]) and len(there) in (0, len(values))
 
@@ -187,10 +187,10 @@ def _divergence(divergences: Sequence[Divergence], network: nn.Module, prior: di
 
 
 def fuse(networks: Sequence[nn.Module], *, task: str | None = None) -> Members:
-    """One multitude of networks that were built or trained apart, whose predictions are exactly theirs.
+    """Combine networks that were built or trained separately into one multitude with exactly their predictions.
 
     The networks must have the same architecture: the same names, shapes, dtypes and settings. They are copied, so that
-    training the multitude leaves them as they are.
+    training the multitude does not change them.
 
     >>> nets = [nn.Linear(3, 2) for _ in range(4)]
     >>> net = fuse(nets)

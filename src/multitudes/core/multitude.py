@@ -1,4 +1,4 @@
-"""The protocol: a multitude answers a batch `[B, ...]` with predictions `[S, B, ...]`."""
+"""`Multitude`, a network that maps a batch `[B, ...]` to predictions `[S, B, ...]`."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ from multitudes.core.tasks.tasked import Tasked, member_losses
 from multitudes.core.trace import unmoved
 
 REACH = "(reach)"
-"""The note that says what share of the network a method reaches."""
+"""The key of the note about the share of the network that a method reaches."""
 
 
 class Multitude(Tasked):
-    """A network that gives many predictions: one for each member, or one for each draw.
+    """A network that makes many predictions: one per member, or one per draw.
 
     A multitude shares its network's registries of parameters, buffers and children, so that `state_dict()`,
-    `named_parameters()` and attribute access read like the user's own network, with nothing put in front.
+    `named_parameters()` and attribute access work as on the user's own network, without a prefix.
 
-    Where layers draw (see `Stochastic`), evaluation makes `draws` draws of every member, member-major, and training
-    `training_draws`. Where the network answers with several tensors, `output` says which one is the prediction, by key,
-    attribute, position or a function of the answer; the network and all that is made of it remember that.
+    If the network has stochastic layers (see `Stochastic`), evaluation makes `draws` draws of every member,
+    member-major, and training `training_draws`. If the network returns several tensors, `output` selects the
+    prediction, by key, attribute, position or a function of the output; copies and conversions keep it.
 
-    Subclasses say how one draw of all members is made (`_predictions`), whether the members share weights
-    (`independent`), and what one member is alone (`_member`).
+    Subclasses implement one draw of all members (`_predictions`) and one member alone (`_member`), and set whether
+    members share no weight (`independent`).
     """
 
     independent = False
-    """Whether the members share no weight. Then each learns from its own loss, and the losses add up."""
+    """True if the members share no weight. Then each learns from its own loss, and the losses are added."""
 
     found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
-    """The attributes that are caches, filled by running, which copies and files leave out."""
+    """Attributes that are caches; copies and files leave them out."""
 
-    _rewrites = False  # whether the network writes into its input what stays when it is written again
-    _settled = False  # whether the network's own noise was looked for, and its drawing layers are known to be called
+    _rewrites = False  # True if the network writes into its input, but repeating that changes nothing
+    _settled = False  # whether the network's noise was looked for, and its stochastic layers are known to be called
 
     shares = "network"
-    """The attribute that holds the module whose registries it shares."""
+    """The attribute with the module whose registries are shared."""
 
     def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Multitude(Tasked):
                 "network has no mode, `training`, which torch.jit.freeze takes away: pass it as it was before"
             )
         share_registries(self, network)
-        object.__setattr__(self, "network", network)  # not registered, which would put a name in front
+        object.__setattr__(self, "network", network)  # registering it would prefix its names
         self.training = network.training
         self.members = members
         self.chosen_task = None
@@ -95,14 +95,14 @@ class Multitude(Tasked):
     network: nn.Module
 
     def forget(self) -> None:
-        """Clear the caches (`found_anew`), which are filled again by running."""
+        """Clear the caches (`found_anew`); running fills them again."""
         self._draw_cache = Draws()
         self._settled = self._rewrites = False
         self._last = None
 
     @property
     def template(self) -> nn.Module:
-        """The network whose class, configuration and attributes stand for the multitude's."""
+        """The network whose class, configuration and attributes represent those of the multitude."""
         return self.network
 
     # -- the four verbs ----------------------------------------------------------------------------------
@@ -115,12 +115,11 @@ class Multitude(Tasked):
         seed: int | None = None,
         memory: str | float | None = None,
     ) -> Tensor:
-        """`[B, ...] -> [S, B, ...]`, where S is `members`, times the draws where layers draw.
+        """Predict, `[B, ...] -> [S, B, ...]`, with S = `members`, times the draws if layers draw.
 
-        `draws=0` is the deterministic procedure: expectations instead of draws, one prediction for each member. A
-        `seed` makes the draws repeatable, whatever the memory, and leaves torch's random state alone. They are
-        made in chunks that stay inside `memory` (`"2GB"`, or a number of bytes), by default a quarter of what is
-        free.
+        `draws=0` is deterministic: expectations instead of draws, one prediction per member. A `seed` makes the draws
+        repeatable for any `memory`, and leaves torch's random state alone. Draws are made in chunks that fit in
+        `memory` (`"2GB"`, or a number of bytes), by default a quarter of what is free.
         """
         if torch.compiler.is_compiling():
             if seed is not None:
@@ -143,7 +142,7 @@ class Multitude(Tasked):
         return one_per_input(predictions, x)
 
     def settle(self, x: Input) -> None:
-        """Find out what must be known before the first run: noise to keep on; that drawing layers are called."""
+        """Prepare the first run: find the noise to keep on, and check that stochastic layers are called."""
         if self._settled:
             return
         self._look(x)
@@ -152,7 +151,7 @@ class Multitude(Tasked):
         self._settled = not noise_to_find(self.template)
 
     def check_rewrites(self, x: Input) -> None:
-        """Raise an error if the network writes into its input, but for what stays when written again, as by ReLU."""
+        """Raise an error if the network writes into its input, unless writing again changes nothing, as for ReLU."""
         before = mapped(torch.clone, x)
         with unmoved(self.network, x), torch.no_grad():
             self._of_first(x)
@@ -165,7 +164,7 @@ class Multitude(Tasked):
 
     @uncompiled
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
-        """Draws of a seed have random sources of their own, which no compiler knows."""
+        """Run outside of compiled graphs, which do not support the random sources of a seed's draws."""
         return self.forward(x, draws=draws, seed=seed, memory=memory)
 
     def loss(
@@ -178,19 +177,18 @@ class Multitude(Tasked):
         dataset_size: int | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """The training objective, a scalar.
+        """Return the training objective, a scalar.
 
-        The task, `net.task` unless another is given, decides the criterion: cross-entropy of classes, of tokens or of
-        yes and no, mean squared error, the negative log-likelihood of a Gaussian, or the pinball loss of quantiles.
-        Another criterion may be given, but none that is for another task. Without a task, targets and predictions must
-        tell that the network classifies.
+        The task, `net.task` by default, selects the criterion: cross-entropy for classes, tokens and yes/no, mean
+        squared error, the negative log-likelihood of a Gaussian, or the pinball loss of quantiles. A `criterion` for
+        another task is refused. If no task was chosen, targets and predictions must have the shapes of classification.
 
-        Members that share no weight are trained on the sum of their own losses, so that each learns exactly
-        as it would alone; members that share weights on the mean over members. Where a member makes several
-        draws, its loss is that of its averaged prediction. With `dataset_size`, the number of training examples
-        N, the method's Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound
-        (ELBO), for one example. With a `weight` of each row, `[B]`, or of each target, in the shape of y, a member's
-        loss is the mean of the targets' losses, each times its weight.
+        Members that share no weight are trained on the sum of their own losses, so that each learns exactly as it would
+        alone; members that share weights, on the mean over members. If a member makes several draws, its loss is that
+        of its averaged prediction. With `dataset_size`, the number of training examples N, the method's
+        Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound (ELBO) of one example.
+        With a `weight` for each row, `[B]`, or for each target, in the shape of y, a member's loss is the mean of the
+        targets' losses times their weights.
         """
         if not self._targets_checked and not torch.compiler.is_compiling():
             self._warn_of_copies(x, y, task)
@@ -205,7 +203,7 @@ class Multitude(Tasked):
         return total + self.kl() / dataset_size if self.divergences else total
 
     def kl(self, **prior: Any) -> Tensor:
-        """The divergence from the prior that the method's objective asks for, a scalar; 0 where it asks for none."""
+        """Return the divergence from the prior in the method's objective, a scalar; 0 if it has none."""
         return sum((divergence(self.network, **prior) for divergence in self.divergences), torch.zeros(()))
 
     def predict(
@@ -219,10 +217,10 @@ class Multitude(Tasked):
         tolerance: float = 0.01,
         max_draws: int = 200,
     ) -> Predictive:
-        """What the members and draws say together about `x`, in evaluation mode and without gradients.
+        """Return the joint prediction of members and draws for `x`, in evaluation mode and without gradients.
 
-        With `draws="auto"` each input is drawn until the standard error of its mean prediction is below
-        `tolerance`, at most `max_draws` times; `Predictive.draws` tells how often.
+        With `draws="auto"` each input is drawn until the standard error of its mean prediction is below `tolerance`, at
+        most `max_draws` times; `Predictive.draws` holds the counts.
         """
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -236,33 +234,33 @@ class Multitude(Tasked):
             return read(self(x, draws=draws, seed=seed, memory=memory))
 
     def member(self, index: int) -> nn.Module:
-        """Member `index` alone: a plain network of the user's own layer classes, or one that draws."""
+        """Return member `index` alone: a plain network of the user's own layer classes, or one that draws."""
         if not isinstance(index, int) or not 0 <= index < self.members:
             raise ValueError(f"index must be a member's, 0 to {self.members - 1}, got {index!r}")
         alone = self._member(index)
         return Multitude(alone).like(self) if stochastic_layers(alone) or to_be_kept(alone) else alone
 
-    # -- what a subclass says ----------------------------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------------
 
     def _predictions(self, x: Input) -> Tensor:
-        """One draw of every member, `[M, B, ...]`."""
+        """Make one draw of every member, `[M, B, ...]`."""
         return call(self.network, x).unsqueeze(0)
 
     def _of_first(self, x: Input) -> Tensor:
-        """One draw of the first member alone, `[B, ...]`."""
+        """Make one draw of the first member alone, `[B, ...]`."""
         return self._predictions(x)[0]
 
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
     ) -> list[Tensor]:
-        """Return the loss of each member, or one number that is the mean of all."""
+        """Return the loss of each member, or a single one that is the mean of all."""
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         objective = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
         return member_losses(objective, by_member, y, weight, not self.independent)
 
     def _prepare(self, x: Input) -> None:
-        """What is to be found out about `x` before the first draw."""
+        """Choose how to run `x`, before its first draw or before compiling; do nothing by default."""
 
     def _member(self, index: int) -> nn.Module:
         return copied(self.network)
@@ -272,12 +270,12 @@ class Multitude(Tasked):
     def _all_draws(
         self, x: Input, draws: int | None, seed: int | None = None, memory: str | float | None = None
     ) -> Tensor:
-        """`[M * D, B, ...]`, member-major."""
+        """Make all draws, member-major, `[M * D, B, ...]`."""
         count = self._count(draws)
         if count is None and seed is None:
             return self._predictions(x)
         if count is None:
-            with seeded(seed):  # for a network that draws in its own code
+            with seeded(seed):  # for networks that draw in their own code
                 return self._predictions(x)
         if count == 0:
             with expecting(self.network):
@@ -294,7 +292,7 @@ class Multitude(Tasked):
         return drawn.transpose(0, 1).flatten(0, 1)
 
     def _attention(self) -> AbstractContextManager[Any]:
-        """Inside, torch's attention calls its layers, instead of one kernel that reads their weights."""
+        """Make torch's attention call its layers, instead of one kernel that reads their weights."""
         return plain_attention(self.network)
 
     def _look(self, x: Input) -> None:
@@ -303,15 +301,15 @@ class Multitude(Tasked):
 
     @uncompiled
     def find_noise(self, x: Input) -> None:
-        """Look, in a run on `x`, for what the network's own code draws in training, where that is to be kept on.
+        """Run on `x` to find what the network's own code draws in training, if that is to be kept on.
 
-        Where it is frozen, look as well along which axes the rows lie.
+        For frozen noise, find the batch axes too.
         """
         with plain_attention():
             self.notes |= find_noise(self.network, x, self._of_first)
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
-        """The draws of these numbers, `[D, M, B, ...]`."""
+        """Make the draws of these numbers, `[D, M, B, ...]`."""
         if type(self)._prepare is not Multitude._prepare:
             with expecting(self.network):
                 self._prepare(x)
@@ -319,7 +317,7 @@ class Multitude(Tasked):
         return self._draw_cache.make(run, numbers, seed, memory)
 
     def _count(self, draws: int | None) -> int | None:
-        """How many draws to make; None where the network makes none, or is making one."""
+        """Return how many draws to make; None if the network makes none, or is making one."""
         count = draws
         if count is None:
             count = self.training_draws if self.training else self.draws
@@ -332,17 +330,17 @@ class Multitude(Tasked):
             return None
         return None if layers[0].expects or layers[0].draw is not None else count
 
-    # -- what nn.Module must know -----------------------------------------------------------------------
+    # -- nn.Module -----------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A multitude's own settings never clash with its network's names."""
+        """Set settings directly, so that they never clash with the network's names."""
         if isinstance(value, (Tensor, nn.Module)):
             super().__setattr__(name, value)
         else:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What the network knows of itself (`config`, `device`, `dtype`), beside what can be called."""
+        """Return the network's own attributes (`config`, `device`, `dtype`), except callables."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -353,7 +351,7 @@ class Multitude(Tasked):
             return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the caches out, which hold on to the network's own objects."""
+        """Leave the caches out of copies and pickles, since they refer to the network's own objects."""
         return {key: value for key, value in vars(self).items() if key not in self.found_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -377,7 +375,7 @@ class Multitude(Tasked):
     # -- the rest ----------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the layers: name, class, parameters, and what the method did to each; then what it reaches."""
+        """Return a table of the layers (name, class, parameters, changes by the method) and the share it reaches."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
             for name, layer, count in self._rows()
@@ -397,15 +395,15 @@ class Multitude(Tasked):
         return "\n".join(lines if reach is None else [*lines, reach])
 
     def _rows(self) -> Iterator[tuple[str, nn.Module, int]]:
-        """The layers with their names and numbers of parameters, those of all members together."""
+        """Yield the layers, with their names and their numbers of parameters over all members."""
         for name, layer in self.network.named_modules():
             yield name, layer, sum(p.numel() for p in layer.parameters(recurse=False))
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer: parameters of a given last name have a learning rate of their own.
+        """Return parameter groups for an optimizer, with learning rates for parameters by their last name.
 
-        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`, or whatever else the optimizer can set for a
-        group: `net.parameter_groups(lr=3e-3, log_alpha={"lr": 0.1, "betas": (0.9, 0.99)})`.
+        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`; or other options of the optimizer:
+        `net.parameter_groups(lr=3e-3, log_alpha={"lr": 0.1, "betas": (0.9, 0.99)})`.
         """
         groups: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *own)}
         for name, parameter in self.named_parameters():
@@ -418,15 +416,15 @@ class Multitude(Tasked):
         return [{"params": group, "lr": lr, **settings.get(name, {})} for name, group in groups.items() if group]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradient to at most `max_norm`, member by member where they share no weight; the norm(s)."""
+        """Scale the gradient to at most `max_norm`, per member if they share no weight; return the norm(s)."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def without_draws(self, points: int) -> Multitude | None:
-        """What draws nothing and predicts the same, by so many points; None where predictions are draws."""
+        """Return a multitude that predicts the same by formula, or from `points` points; None if it needs draws."""
         return None
 
     def like(self, model: nn.Module, task: str | None = None) -> Self:
-        """Draw, and learn, as `model` does, where that is a multitude, but for a task that is given; returns itself."""
+        """Copy the draw and task settings of `model` if it is a multitude; set `task` if given; return itself."""
         if isinstance(model, Multitude):
             settings = ("chosen_task", "_quantiles", "_next_tokens", "draws", "training_draws", "memory", "divergences")
             for setting in settings:
@@ -437,6 +435,6 @@ class Multitude(Tasked):
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The network of a multitude that is one network which draws; any other model as it is."""
+    """Return the network inside a multitude that only adds draws to it; return any other model unchanged."""
     draws_alone = isinstance(model, Multitude) and type(model)._predictions is Multitude._predictions
     return model.network if isinstance(model, Multitude) and draws_alone else model

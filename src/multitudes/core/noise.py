@@ -1,8 +1,8 @@
-"""Random functions, called by a network's own code, with their numbers from elsewhere.
+"""Replace the random numbers that a network's own code draws.
 
 A network may draw without a layer for it: `F.dropout` in its `forward`, attention with `dropout_p`, a mask from
-`torch.rand`. `Redrawn` watches torch's functions and gives such calls numbers from a source: those of a draw, to keep
-dropout on in evaluation, or the same number each time, to compare two ways to run a network (`STILL`).
+`torch.rand`. `Redrawn` intercepts torch's random functions and takes their numbers from a source: those of a draw, to
+keep dropout on in evaluation, or constants, to compare two ways to run a network (`STILL`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from multitudes.core.attention import Attention, dropped, multihead
 
 
 class Source(Protocol):
-    """Where random numbers come from."""
+    """A source of random numbers."""
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Numbers from [0, 1)."""
+        """Return numbers from [0, 1)."""
         ...
 
     def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Standard normal numbers."""
+        """Return standard normal numbers."""
         ...
 
     def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
-        """Dropout's mask: 0 with probability p, else 1 / (1 - p)."""
+        """Return dropout's mask: 0 with probability p, else 1 / (1 - p)."""
         ...
 
 
 class _Still:
-    """No noise: the middle of every distribution, and a dropout that drops nothing."""
+    """No noise: the middle of every distribution, and dropout that drops nothing."""
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return torch.full(tuple(shape), 0.5, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
@@ -54,7 +54,7 @@ STILL: Source = _Still()
 
 
 class Redrawn(TorchFunctionMode):
-    """Inside, torch's random functions take their numbers from a source; `seen` is told the name of each, if given."""
+    """Replace the numbers of torch's random functions by those of a source; call `seen`, if given, with their names."""
 
     def __init__(self, source: Source, seen: Callable[[str], None] | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Redrawn(TorchFunctionMode):
         if rule is None or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
         result = rule(self.source, function, *args, **kwargs)
-        if result is NotImplemented:  # nothing is drawn with these arguments
+        if result is NotImplemented:  # these arguments draw nothing
             return function(*args, **kwargs)
         if self.seen is not None:
             self.seen(getattr(function, "__name__", str(function)))
@@ -75,11 +75,11 @@ class Redrawn(TorchFunctionMode):
 
 
 Rule = Callable[..., Any]
-"""`rule(source, function, *args, **kwargs)`: what the function gives with the source's numbers."""
+"""`rule(source, function, *args, **kwargs)` returns the function's result with the source's numbers."""
 
 
 def draws_by(function: Any) -> Rule | None:
-    """The rule of a random function; None for all others."""
+    """Return the rule of a random function; None for all others."""
     return _RULES.get(function) or _METHODS.get(getattr(function, "__name__", "")) if callable(function) else None
 
 
@@ -98,7 +98,7 @@ def _dropout(
 def _alpha_dropout(
     source: Source, function: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Any:
-    """Klambauer et al., *Self-normalizing neural networks*, 2017: what is dropped is SELU's lowest value."""
+    """Apply Klambauer et al., *Self-normalizing neural networks*, 2017: dropped values become SELU's lowest value."""
     if not training or p == 0:
         return NotImplemented
     lowest = -1.7580993408473766
@@ -109,7 +109,7 @@ def _alpha_dropout(
 
 
 def _dropped_shape(function: Any, input: Tensor) -> tuple[int, ...]:
-    """The shape of dropout's mask, which has one number for each channel where whole channels are dropped."""
+    """Return the shape of dropout's mask: one number per channel for functions that drop whole channels."""
     if function not in _CHANNELS:
         return tuple(input.shape)
     kept = 1 if _CHANNELS[function] == input.dim() else 2
@@ -122,13 +122,13 @@ def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
-    """Dropout of `x`, whose rows lie along the axis `batch`: a source's numbers have them first."""
+    """Apply dropout to `x`, whose batch axis is `batch`; a source's numbers have that axis first."""
     mask = source.kept(tuple(x.movedim(batch, 0).shape), p, x).to(x.dtype)
     return x * (mask.movedim(0, batch) if mask.dim() else mask)
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch's attention as a whole, whose parts have rules."""
+    """Run torch's multi-head attention as written: its parts have rules."""
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
@@ -137,13 +137,13 @@ def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
-    """An RNN's dropout lies between its layers, so the layers run one by one."""
+    """Run the layers of an RNN one by one, since its dropout is between them."""
     if len(args) != 8:
         return NotImplemented
     hidden, weights, biases, layers, dropout, training, both_ways, batch_first = args
     if not training or dropout == 0 or layers == 1:
         return NotImplemented
-    if not isinstance(batch_first, bool) or not isinstance(weights, (list, tuple)):  # a packed sequence
+    if not isinstance(batch_first, bool) or not isinstance(weights, (list, tuple)):  # packed sequence
         return NotImplemented
     directions, each = 2 if both_ways else 1, len(weights) // layers
     states = hidden if isinstance(hidden, (list, tuple)) else (hidden,)
@@ -163,7 +163,7 @@ def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
 
 
 def _filled(kind: str, empty: Callable[..., Tensor]) -> Rule:
-    """The rule of a function that makes random numbers, by the one that takes the same arguments and makes none."""
+    """Return the rule of a function that makes random numbers; `empty` takes the same arguments and draws nothing."""
 
     def rule(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
@@ -181,7 +181,7 @@ def _bernoulli(source: Source, function: Any, input: Tensor, p: Any = None, **kw
 
 
 def _in_place(kind: str, made: Callable[..., Tensor]) -> Rule:
-    """The rule of a tensor's method: `made(numbers, *args, **kwargs)` are its new values."""
+    """Return the rule of a tensor method whose new values are `made(numbers, *args, **kwargs)`."""
 
     def rule(source: Source, function: Any, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         numbers = getattr(source, kind)(tuple(input.shape), _real(input))
@@ -251,7 +251,7 @@ def _real(input: Tensor) -> Tensor:
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
 _CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0, F.feature_alpha_dropout: 0}
-"""Functions that drop whole channels, and the number of dimensions of an input without a batch."""
+"""Functions that drop whole channels, and the rank of their input without a batch axis."""
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((F.dropout, torch.dropout, *_CHANNELS), _dropout),

@@ -1,4 +1,4 @@
-"""One interface for everything that predicts: multitudes, plain networks, calibrated networks, streams."""
+"""A common interface for everything that predicts: multitudes, plain networks, calibrated networks, streams."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from multitudes.core.tasks.predictive import Predictive
 
 
 class Predictor(Protocol):
-    """The interface that `predict`, `evaluate` and `temporal` need."""
+    """The interface that `predict`, `evaluate` and `temporal` require."""
 
     @property
     def predict(self) -> Callable[..., Predictive]:
-        """`predict(x)`, or `predict(x, task=...)`, for one batch."""
+        """`predict(x)`, or `predict(x, task=...)`, of one batch."""
         ...
 
 
 class PredictorModule(nn.Module):
-    """A module that predicts by a network, its `net`, and is no network to train or to convert."""
+    """A module that predicts with a network, its `net`, but is not itself a network to train or convert."""
 
     net: Any
 
 
 def predictor(net: Any) -> Predictor:
-    """Return an object with `predict` as it is, and a plain network as a multitude of one member."""
+    """Wrap a plain network as a multitude of one member; return an object with `predict` unchanged."""
     if callable(getattr(net, "predict", None)):
         return net
     return multitude_of(net)
 
 
 def predicted(net: Predictor, x: Any, **options: Any) -> Predictive:
-    """Predict a batch; raise an error where `net.predict` gives something else than a `Predictive`."""
+    """Predict a batch; raise an error if `net.predict` returns something else than a `Predictive`."""
     found = net.predict(x, **options)
     if not isinstance(found, Predictive):
         kind = type(found).__name__
@@ -43,7 +43,7 @@ def predicted(net: Predictor, x: Any, **options: Any) -> Predictive:
 
 
 def multitude_of(net: Any) -> Multitude:
-    """The multitude that is trained or calibrated: a plain network is one of one member."""
+    """Return the multitude to train or calibrate; wrap a plain network as one of one member."""
     if isinstance(net, PredictorModule):
         kind = type(net).__name__
         raise ValueError(f"net must be a multitude or a network, got a {kind}: pass its network, net.net")

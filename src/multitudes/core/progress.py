@@ -1,4 +1,4 @@
-"""The progress of long work: `ProgressBar`."""
+"""Progress of long work: `ProgressBar`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 
 
 class ProgressBar:
-    """One line on stderr that overwrites itself and is gone when the work is done."""
+    """One line on stderr that overwrites itself and disappears at the end."""
 
     def __init__(self, total: int, shown: bool | None = None, unit: str = "batches") -> None:
-        self.total, self.unit = total, unit  # a total of 0 is unknown
+        self.total, self.unit = total, unit  # total = 0: unknown
         self.shown = sys.stderr.isatty() if shown is None else shown
         self.start = time.monotonic()
         self.next_draw = self.start + (2.0 if shown is None else 0.0)
         self.width = 0
 
     def update(self, done: int) -> None:
-        """Show that `done` of them are done, ten times a second at most."""
+        """Show that `done` units are done, at most ten times a second."""
         now = time.monotonic()
         if not self.shown or now < self.next_draw:
             return
@@ -26,11 +26,11 @@ class ProgressBar:
         if self.total:
             share = min(1.0, done / self.total)
             line = f"{share:4.0%} [{'=' * int(20 * share):20}] {line}"
-        self._write(line.ljust(self.width))  # blanks cover what is left of a longer line
+        self._write(line.ljust(self.width))  # blanks erase the rest of a longer line
         self.width = len(line)
 
     def clear(self) -> None:
-        """Leave the terminal as it was."""
+        """Erase the line."""
         if self.width:
             self._write(" " * self.width + "\r")
 

@@ -1,10 +1,9 @@
-"""Proofs: a quick way to run a network is compared with the plain one before it is used.
+"""Verify a fast way to run a network against the plain one before it is used.
 
-Members may lie side by side in one batch, draws run under `torch.vmap`, layers be packed: all of that is right for most
-networks, and silently wrong for some. So the first input of each kind goes both ways, in the mode in which it is used.
-The comparison is made without noise and with moved weights, since a gate that starts at zero hides what is behind it;
-it leaves no trace in buffers, attributes or random states. `Verdicts` caches the result for each runner, mode and kind
-of input:
+Members side by side in one batch, draws under `torch.vmap` and packed layers are right for most networks, and silently
+wrong for some. So the first input of each kind runs both ways, in the mode in which it is used. The comparison runs
+without noise and with moved weights, since a gate that starts at zero hides what follows it; it leaves buffers,
+attributes and random states unchanged. `Verdicts` caches the result for each runner, mode and kind of input:
 
     reason = verdicts.reason("packed", network, x, lambda: difference(network, x, packed, loop, buffers=True))
     predictions = loop(x) if reason else packed(x)
@@ -30,23 +29,23 @@ from multitudes.core.settings import holding
 from multitudes.core.trace import Call, recording, unmoved, unwritten
 
 Runner = Callable[[Any], Tensor]
-"""A way to run a network: an input to predictions `[S, B, ...]`."""
+"""A way to run a network, from an input to predictions `[S, B, ...]`."""
 
 FAILURES = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, StopIteration,
 )  # fmt: skip
-"""Errors of a fast runner that count as a difference; too little memory does not."""
+"""Errors of a fast runner that count as a difference; out of memory does not."""
 
 
-# -- nothing is left of a trial ----------------------------------------------------------------------------
+# -- trials without side effects ---------------------------------------------------------------------------
 
 
 @contextmanager
 def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     """Run a network with moved weights, without noise and gradients, and leave it as it was.
 
-    Yield a function that returns, once the network has run, why that proves nothing: random numbers that are drawn in
-    an unknown way, or control flow on values.
+    Yield a function that returns, after the run, why it proves nothing: random numbers drawn in an unknown way, or
+    control flow that depends on values.
     """
     with (
         unmoved(network, x) as drew,
@@ -67,20 +66,20 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
 
 @contextmanager
 def moved_weights(network: nn.Module) -> Iterator[None]:
-    """Replace every weight by another of about the same size, none of them nearly zero.
+    """Replace every weight by another one of about the same size, none of them nearly zero.
 
-    Autocast caches the casts of weights, which must be neither those from before nor stay.
+    Clear autocast's cache of cast weights before and after.
     """
     torch.clear_autocast_cache()
     before = [(parameter, parameter.data) for parameter in network.parameters()]
-    try:  # there may not be enough memory
+    try:  # memory may run out
         for number, (parameter, data) in enumerate(before):
             if data.is_floating_point() and data.layout is torch.strided and data.numel():
                 generator = torch.Generator(data.device).manual_seed(number)
                 noise = torch.randn(data.shape, generator=generator, dtype=data.dtype, device=data.device)
                 size = data.float().square().mean().sqrt()
                 fan_in = max(1, data.numel() // max(1, data.shape[0])) if data.dim() > 1 else 1
-                usual = 0.3 * fan_in**-0.5  # the effect of a much smaller weight, a gate of 1e-6 say, is hidden
+                usual = 0.3 * fan_in**-0.5  # a much smaller weight, such as a gate of 1e-6, hides its effect
                 by = torch.where(size > 0.1 * usual, 0.1 * size, usual)
                 parameter.data = data + (noise * by).to(data.dtype)
         yield
@@ -91,7 +90,7 @@ def moved_weights(network: nn.Module) -> Iterator[None]:
 
 
 def running_statistics(network: nn.Module) -> AbstractContextManager[None]:
-    """Let batch norms and spectral norms compute with the statistics that they keep, in training too."""
+    """Make batch norms and spectral norms use their running statistics, in training too."""
     return holding(filter(_keeps_statistics, network.modules()), "training", False)
 
 
@@ -109,7 +108,7 @@ def alike(got: Tensor, want: Tensor) -> bool:
     """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
     if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
         return False
-    with torch._C.DisableTorchFunction():  # what watches the computations does not watch this
+    with torch._C.DisableTorchFunction():  # outer modes must not see the comparison
         if not want.numel():
             return True
         half, tolerance = _is_half(want), _tolerance(want)
@@ -132,7 +131,7 @@ def _real(values: Tensor) -> Tensor:
 
 
 def _is_half(values: Tensor) -> bool:
-    """Return whether values are computed with half the bits, by dtype or autocast."""
+    """Return whether values are computed in half precision, by dtype or autocast."""
     return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -159,12 +158,12 @@ def difference(
     gradients: bool = False,
     layer: Callable[[], str] | None = None,
 ) -> str:
-    """Return how `fast` differs from `plain` on an input, in words; an empty string where they agree.
+    """Describe how `fast` differs from `plain` on an input; return an empty string if they agree.
 
-    Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states
-    as they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of
-    the first layer that differs; it is called where predictions differ. With `gradients=True`, where a member's
-    parameters are trained, the gradients of both must agree as well.
+    Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states as
+    they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of the
+    first layer that differs; it is called if predictions differ. With `gradients=True`, if a member's parameters are
+    trained, the gradients of both must agree as well.
     """
     with silent_trial(network, x) as doubt:
         want = _outcome(network, x, plain, buffers)
@@ -237,7 +236,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
-    """The predictions of a run, by "", and the buffers after it, by their names."""
+    """Return the predictions of a run, under "", and the buffers after it, by name."""
     with unwritten(network):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
@@ -250,7 +249,7 @@ def first_difference(
     plain: Callable[[], Any],
     part: Callable[[Tensor], Tensor | None],
 ) -> str:
-    """The first layer whose output, or the `part` of it that counts, differs between two ways to run a network."""
+    """Return the first layer whose output, or a `part` of it, differs between two ways to run a network."""
     wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
     inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
     names = [name for name, module in network.named_modules() if name and id(module) not in inside]
@@ -270,7 +269,7 @@ def first_difference(
 class Verdicts:
     """A cache of how runners differ from the plain one, by runner and use (`use_of`).
 
-    While a graph is compiled nothing can be compared: the last verdict in the same mode counts.
+    Compiled graphs cannot compare anything: they use the last verdict in the same mode.
     """
 
     def __init__(self) -> None:
@@ -278,7 +277,7 @@ class Verdicts:
         self.in_mode: dict[tuple[Hashable, bool], str] = {}
 
     def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str]) -> str:
-        """Return the cached verdict, or that of `find`; an empty string says that the runner may be used."""
+        """Return the cached verdict, or that of `find`; an empty string if the runner may be used."""
         mode = runner, network.training
         if torch.compiler.is_compiling():
             return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find)
@@ -286,7 +285,7 @@ class Verdicts:
         return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find)
 
     def forget(self, runner: Hashable, training: bool) -> None:
-        """Forget the verdicts of a runner in a mode."""
+        """Remove the verdicts of a runner in a mode."""
         self.reasons = {key: r for key, r in self.reasons.items() if key[0] != runner or key[1][0] != training}
         self.in_mode.pop((runner, training), None)
 
@@ -300,10 +299,10 @@ class Verdicts:
 
 
 def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Input) -> str:
-    """Return how the prediction for one input depends on the other inputs of a batch; nothing where it does not.
+    """Describe how the prediction for one input depends on the rest of the batch; return "" if it does not.
 
-    `predict` gives predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, with moved
-    weights and without noise. One input alone runs beside another one.
+    `predict` returns predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, with moved
+    weights and without noise. A single input is first joined by another one.
     """
     if len(tensors_in(x)[0]) == 1:
         x = mapped(_with_another, x)
@@ -325,7 +324,7 @@ def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Inp
 
 
 def _with_another(x: Tensor) -> Tensor:
-    """A tensor of one row and another row: of other numbers, or of the same ids."""
+    """Append another row to a tensor of one row: random numbers, or the same ids."""
     if x.shape[:1] != (1,):
         return x
     other = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x) if x.is_floating_point() else x

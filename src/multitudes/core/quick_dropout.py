@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 LEVELS = 1 << 16
-"""Values of one random number: sixteen bits, four numbers in one of torch's."""
+"""Values of one random number: sixteen bits, so that one number of torch's holds four."""
 FEW = 1 << 14
-"""Numbers below which torch's own dropout is as fast."""
+"""Sizes below which torch's own dropout is as fast."""
 
 
 class QuickDropout(nn.Dropout):

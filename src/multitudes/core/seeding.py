@@ -1,4 +1,4 @@
-"""Seeds for numbered parts, and code that runs with a seeded random state."""
+"""Seeds for numbered parts, and code with a seeded random state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from multitudes.core.calling import tensors_in
 from multitudes.core.checks import check_seed
 
 State = tuple[torch.Generator, torch.Tensor]
-"""One of torch's random sources, and its state at some time."""
+"""One of torch's random generators, and its state at some time."""
 
 
 def mixed(seed: int, number: int) -> int:
-    """Return a seed for a numbered part of something that has a seed, by the finaliser of SplitMix64."""
+    """Derive the seed of a numbered part from a seed, by the finaliser of SplitMix64."""
     z = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -27,7 +27,7 @@ def mixed(seed: int, number: int) -> int:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Seed torch's random state for the duration of a call, and put it back; do nothing where `seed` is None."""
+    """Seed torch's random state for the duration of a call, then restore it; do nothing if `seed` is None."""
     check_seed(seed)
     if seed is None:
         yield
@@ -38,18 +38,18 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def torch_generators(x: Any) -> list[torch.Generator]:
-    """Return torch's own random sources, of the CPU and of the devices of an input."""
+    """Return torch's own random generators, of the CPU and of the devices of an input."""
     devices = {tensor.device.index for tensor in tensors_in(x) if tensor.is_cuda}
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
 
 
 def torch_states(x: Any = ()) -> list[State]:
-    """Return torch's own random sources with their states."""
+    """Return torch's own random generators with their states."""
     return [(generator, generator.get_state()) for generator in torch_generators(x)]
 
 
 class RandomStates:
-    """The present random states: torch's, on the CPU and on the devices of `x`, Python's, and NumPy's if in use."""
+    """The current random states: torch's, on the CPU and on the devices of `x`, Python's, and NumPy's if imported."""
 
     def __init__(self, x: Any = ()) -> None:
         self.torchs = torch_states(x)
@@ -58,11 +58,11 @@ class RandomStates:
 
     @property
     def moved(self) -> bool:
-        """Whether Python's or NumPy's state has moved; torch's may be moved by other threads (see `NumbersDrawn`)."""
+        """True if Python's or NumPy's state has moved; other threads may move torch's (see `NumbersDrawn`)."""
         return random.getstate() != self.python or self.numpy not in (None, _numpy_state())
 
     def restore(self, torchs: bool) -> None:
-        """Put back Python's and NumPy's states, and torch's where `torchs` is true."""
+        """Restore Python's and NumPy's states, and torch's if `torchs` is true."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)

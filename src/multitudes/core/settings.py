@@ -1,4 +1,4 @@
-"""Settings: what a module holds beside its tensors, compared within one object and between two."""
+"""Settings: the attributes of a module other than tensors, compared within one object and between two."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 DEPTH = 4
-"""How deep settings are read: `self.config.layers[0].gain`."""
+"""The depth to which settings are read: `self.config.layers[0].gain`."""
 
 FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
 """Caches of Hugging Face's models."""
 
 FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
-"""A recurrent layer's list of its parameters, which it makes anew by itself where these are others."""
+"""A recurrent layer's lists of its parameters, which it rebuilds itself."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
 def holding(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of all these objects has this value; after, each one's own again."""
+    """Set an attribute of all these objects for the duration of a `with`; restore it afterwards."""
     before = [(each, getattr(each, name)) for each in objects]
     for each, _ in before:
         setattr(each, name, value)
@@ -44,9 +44,9 @@ def holding(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
 
 
 def computing_hooks(module: nn.Module) -> dict[str, Any]:
-    """The hooks of torch's that compute a weight before each forward, by the name of that weight.
+    """Return torch's hooks that compute a weight before each forward, by the name of that weight.
 
-    They are those of `nn.utils.weight_norm` and `spectral_norm` as they were before parametrisations, and of pruning.
+    These are the hooks of pruning and of `nn.utils.weight_norm` and `spectral_norm` before parametrizations.
     """
     kinds = (BasePruningMethod, SpectralNorm, WeightNorm)
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kinds)]
@@ -54,11 +54,11 @@ def computing_hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def described(value: Any, depth: int = DEPTH) -> str:
-    """A setting in words that are the same for two objects that hold the same.
+    """Describe a setting in text that is equal for two objects with equal contents.
 
-    Functions go by their names, those without one of their own by a digest of their code as well; objects by their
-    class and what they hold under public names; constant tensors and arrays by a digest. Of other tensors and of
-    modules, and of what lies deeper, the class alone is told.
+    Functions are described by their names, and lambdas and local functions by a digest of their code as well; objects,
+    by their class and public attributes; constant tensors and arrays, by a digest. Other tensors, modules and
+    everything deeper than `depth` are described by their class only.
 
     >>> described([1, {"gain": 2.0}]), described(len)
     ("[1, {'gain': 2.0}]", 'builtins.len')
@@ -91,7 +91,7 @@ def described(value: Any, depth: int = DEPTH) -> str:
 
 
 def _code(function: Any, depth: int) -> str:
-    """A digest of a lambda's or local function's code, `{3.11:0a1b2c3d}`, and its closed-over values."""
+    """Return a digest of the code of a lambda or local function, `{3.11:0a1b2c3d}`, and its closure's values."""
     name = getattr(function, "__qualname__", "")
     if not isinstance(function, FunctionType) or not ("<lambda>" in name or "<locals>" in name):
         return ""

@@ -58,7 +58,7 @@ class SharedMembers(Multitude):
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
-        """With `own_losses`, whether nothing that is trained is shared, as where the trunk is frozen."""
+        """True with `own_losses` if nothing trainable is shared, for example with a frozen trunk."""
         if not self.own_losses:
             return False
         own = self._own_names()
@@ -104,7 +104,7 @@ class SharedMembers(Multitude):
         return [own_loss(part, target, weight=own) for part, target, own in each]
 
     def _parts(self, rows: int, device: torch.device) -> Tensor:
-        """The rows of each member's part of a batch, `[M, ceil(B / M)]`.
+        """Return the rows of each member's part of a batch, `[M, ceil(B / M)]`.
 
         >>> SharedMembers(nn.Linear(2, 2), 2)._parts(5, torch.device("cpu"))
         tensor([[0, 1, 2],
@@ -170,7 +170,7 @@ class _Work:
 
 
 class SharedRunners:
-    """The runners of a network whose members share weights, with what was found out about them.
+    """The runners of a network whose members share weights, with cached findings about them.
 
     Copies keep the attributes that each member's code has written, and how compiled graphs run; nothing is saved.
     """
@@ -183,10 +183,10 @@ class SharedRunners:
         self.forget()
 
     def forget(self) -> None:
-        """Clear what was found out about inputs."""
+        """Clear the findings about inputs."""
         self.known: dict[tuple[int, Hashable], Runner] = {}  # by version and kind of input
-        self.divides = Verdicts()  # whether each member can run on rows of its own
-        self.divider: tuple[int, SideBySide | Tiled] | None = None  # what gives them, with the network's version
+        self.divides = Verdicts()  # whether each member can run on its own rows
+        self.divider: tuple[int, SideBySide | Tiled] | None = None  # with the network's version
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key not in ("known", "divides", "divider")}
@@ -196,7 +196,7 @@ class SharedRunners:
         self.forget()
 
     def run(self, x: Input) -> Tensor:
-        """Run all members, `-> [M, B, ...]`, by the runner for this kind of input, which is looked for once."""
+        """Run all members, `-> [M, B, ...]`, by the runner for this kind of input, which is chosen once."""
         if torch.compiler.is_compiling():
             return self._in_graph(x)(x)
         key = self._key(x)
@@ -340,17 +340,17 @@ class SharedRunners:
     # -- verification ------------------------------------------------------------------------------------
 
     def _difference(self, x: Input, runner: SideBySide | Tiled, divided: bool = False) -> str:
-        """Return how members in one run differ from the first and the last one alone; "" where they agree.
+        """Describe how members in one run differ from the first and the last one alone; "" if they agree.
 
-        A batch of one row is verified as two rows too: of one row, all lengths are the same. With `divided`, members
-        get rows of their own, which are the same here.
+        A batch of one row is verified as two rows too, since all lengths are the same for one row. With `divided`,
+        members get their own rows, which are the same here.
         """
         if _batch(x) == 1:
             twice = some_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
             if reason := self._difference(twice, runner, divided):
                 return reason
         few = sorted({0, self.members - 1})
-        trial: SideBySide | Tiled = SideBySide(self.network, self.members)  # of its own, which keeps what code writes
+        trial: SideBySide | Tiled = SideBySide(self.network, self.members)  # its own, to keep what code writes
         if isinstance(runner, Tiled):
             trial = Tiled(self.network, self.members, runner.first)
         with running_statistics(self.network):
@@ -388,5 +388,5 @@ def _batch(x: Input) -> int:
 
 
 def _own_rows(index: int, members: int, tiled: Tensor) -> Tensor | None:
-    """A member's rows of a tiled tensor; None where they cannot be told."""
+    """Return a member's rows of a tiled tensor; None if they cannot be identified."""
     return tiled.unflatten(0, (members, -1))[index] if tiled.dim() and tiled.shape[0] % members == 0 else None

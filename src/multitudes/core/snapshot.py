@@ -1,4 +1,4 @@
-"""Snapshots: notice that a network has changed since something was found out about it."""
+"""Snapshots: notice that a network has changed since something about it was cached."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OURS = ("torch.", "builtins", "multitudes.")
 _METHODS = (FunctionType, property, staticmethod, classmethod)
 
 Settings = list[tuple[dict[str, Any], str, Any]]
-"""Settings that may change in place: the attributes that hold each, its name, and its fingerprint."""
+"""Settings that may change in place: the attribute dictionary of each, its name, and its fingerprint."""
 
 
 class Snapshot:
-    """The classes, children, modes and settings of modules, which tensors they hold, and their hooks.
+    """The classes, children, modes and settings of modules, their tensors, and their hooks.
 
-    `unchanged()` runs before every call, so it is quick: dictionaries are compared with copies of themselves, which
+    `unchanged()` runs before every call, so it is fast: it compares dictionaries with copies of themselves, which
     compares objects by identity first. Values of parameters and buffers may change.
     """
 
@@ -46,7 +46,7 @@ class Snapshot:
         kinds = {kind for module in modules for kind in type(module).__mro__ if not kind.__module__.startswith(_OURS)}
         self.methods = [(kind, _methods(kind)) for kind in kinds]
         self.deep: dict[int, Settings] = {}
-        seen: set[int] = set()  # a configuration that all modules hold is read once
+        seen: set[int] = set()  # read a configuration that all modules share only once
         for module in modules:
             if settings := _deep_settings(module, seen):
                 self.deep[id(module)] = settings
@@ -55,7 +55,7 @@ class Snapshot:
         """Return whether the modules are as they were."""
         try:
             same = all(map(eq, self.live, self.before))
-        except (RuntimeError, ValueError):  # a tensor among the settings is another one
+        except (RuntimeError, ValueError):  # a different tensor among the settings
             return False
         return (
             same
@@ -68,7 +68,7 @@ class Snapshot:
         )
 
     def accept(self, modules: Sequence[nn.Module]) -> None:
-        """Take the present attributes of these modules for unchanged."""
+        """Treat the current attributes of these modules as unchanged."""
         written = {id(vars(module)): module for module in modules}
         for index, held in enumerate(self.live):
             if (module := written.get(id(held))) is not None:
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class Versions:
-    """Number the states of a network: another number whenever it has changed, and one for each mode.
+    """Number the states of a network: a new number whenever it has changed, and one for each mode.
 
     What the network's own code writes into its attributes, and a runner puts there, is no change (`accept`). Nor are
     hooks: `hooks` has the keys of all but the library's own.
@@ -88,14 +88,14 @@ class Versions:
         self.forget()
 
     def forget(self) -> None:
-        """Start with the network as it is now."""
+        """Start again with the current network."""
         self.modules: list[nn.Module] = []
         self.snapshots: dict[tuple[bool, ...], tuple[int, Snapshot]] = {}
         self.hooks: tuple[int, ...] = ()
         self.number = self.count = self.written = 0
 
     def look(self) -> int:
-        """Return the number of the network's present state; while a graph is compiled, that of the last look."""
+        """Return the number of the network's current state; in compiled graphs, that of the last look."""
         if torch.compiler.is_compiling():
             return self.number
         known = self.snapshots.get(tuple([module.training for module in self.modules]))
@@ -111,13 +111,13 @@ class Versions:
         return self.number
 
     def accept(self, modules: Sequence[nn.Module]) -> None:
-        """Take the present attributes of these modules for unchanged."""
+        """Treat the current attributes of these modules as unchanged."""
         self.written += 1
         for _, snapshot in self.snapshots.values():
             snapshot.accept(modules)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to the present objects."""
+        """Leave out what refers to the current objects."""
         return {"network": self.network}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Versions:
 
 
 def hooked_module(network: nn.Module) -> str | None:
-    """Return the name of a module with hooks, forward or backward, other than a stochastic layer's."""
+    """Return the name of a module with hooks, forward or backward, except those of a stochastic layer."""
     for name, module in network.named_modules():
         own = 2 * len(attached(module))  # one before and one after the module's forward
         if sum(len(getattr(module, hooks)) for hooks in _HOOKS) > own:
@@ -135,14 +135,14 @@ def hooked_module(network: nn.Module) -> str | None:
 
 
 def _writes_itself(module: nn.Module) -> bool:
-    """Return whether a module of this library keeps notes of its runs in its attributes."""
+    """Return whether a module of this library writes its own attributes as it runs."""
     return isinstance(module, Stochastic) or hasattr(type(module), "found_anew")
 
 
 def _deep_settings(module: nn.Module, seen: set[int]) -> Settings:
-    """Return the settings that may change in place: tensors, lists, configurations; of drawing layers all."""
+    """Return the settings that may change in place: tensors, lists, configurations; for stochastic layers, all."""
     caches = getattr(module, "found_anew", ())
-    own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes what these hold
+    own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes their containers
     settings: Settings = []
     for key, value in vars(module).items():
         if key in _STANDARD or key in caches or isinstance(value, nn.Module):
@@ -160,9 +160,9 @@ def _is_fixed(value: Any) -> bool:
 
 
 def fingerprint(value: Any, depth: int = DEPTH) -> Any:
-    """Plain values as they are, what holds others by what it holds, and everything else by its identity.
+    """Return a key that changes with a setting: plain values and containers by content, objects by identity too.
 
-    Arrays, and tensors that are no parameters, go by their numbers as well, which may change in place.
+    Arrays, and tensors that are not parameters, count by their values as well, which may change in place.
     """
     if isinstance(value, PLAIN):
         return type(value), repr(value)
@@ -181,7 +181,7 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _numbers_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written in place, or gets other numbers by `.data`."""
+    """Return numbers that change when a tensor is written in place, or replaced through `.data`."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if stackable(tensor) else 0
 

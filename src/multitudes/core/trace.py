@@ -1,8 +1,8 @@
 """Record a run of a network.
 
-`record` runs a network once and leaves nothing behind. `recording` follows any code that runs a network. Both give a
-`Trace`: the calls of its modules and, on request, the torch functions that it calls, the random numbers that it
-requests, the values that its Python code inspects, and its multiply-adds. `hooked` replaces what modules take or give.
+`record` runs a network once and leaves no trace in it. `recording` follows any code that runs a network. Both make a
+`Trace`: the calls of its modules and, on request, the torch functions that it calls, the random numbers that it draws,
+the values that its Python code inspects, and its multiply-adds. `hooked` replaces inputs or outputs of modules.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW
 from multitudes.core.views import may_write, same
 
 Which = Collection[type[nn.Module] | str] | None
-"""Modules of a network, by their exact classes or their names; None for all."""
+"""Modules of a network, by exact class or by name; None for all."""
 
 
-# -- what was recorded -------------------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        """The size of a tensor; a nested one as it is."""
+        """Return the size of a tensor; a nested tensor unchanged."""
         return tensor if tensor.is_nested else cls(tensor.shape, tensor.nbytes)
 
 
@@ -59,8 +59,8 @@ class Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inside: tuple[Call, ...]  # the calls that it was made in, outermost first
-    before: int = 0  # multiply-adds before it began
+    inside: tuple[Call, ...]  # the calls around it, outermost first
+    before: int = 0  # multiply-adds before it
     work: int = 0  # multiply-adds in it
     output: Any = None
 
@@ -71,43 +71,43 @@ class Use:
 
     function: str
     tensors: tuple[Tensor, ...]
-    inside: tuple[Call, ...]  # the calls of modules that it was made in, outermost first
+    inside: tuple[Call, ...]  # the calls of modules around it, outermost first
 
 
 @dataclass(eq=False)
 class Trace:
-    """One run of a network. What was not asked for is empty."""
+    """One run of a network. What was not requested is empty."""
 
     steps: list[tuple[Call, bool]] = field(default_factory=list)
-    """Each call twice, in order: as it begins (True), and as it ends (False)."""
+    """Each call twice, in order: at its start (True) and at its end (False)."""
     functions: list[Use] = field(default_factory=list)
-    """Torch functions, those that ask for shapes and settings left out."""
+    """Torch functions, except those that only query shapes and settings."""
     looks: list[Use] = field(default_factory=list)
-    """Functions by which Python code inspected a value."""
+    """Functions through which Python code inspected a value."""
     random: dict[str, set[str]] = field(default_factory=dict)
     """Random functions by the module whose code called them."""
     unknown_random: dict[str, None] = field(default_factory=dict)
-    """Modules whose code moved a random state by any other function."""
+    """Modules whose code moved a random state by some other function."""
     attributes: set[str] = field(default_factory=set)
     """Attributes that the network's code wrote (`record` alone)."""
     buffers: set[str] = field(default_factory=set)
-    """Buffers that it wrote or assigned (`record` alone)."""
+    """Buffers that the network's code wrote or assigned (`record` alone)."""
     multiply_adds: int = 0
     nbytes: int = 0
-    """Bytes of the largest tensor that was made."""
+    """Bytes of the largest tensor that was created."""
     output: Any = None
     """The prediction (`record` alone)."""
     running: list[Call] = field(default_factory=list)
-    """The calls that have begun and not ended, outermost first."""
+    """The calls in progress, outermost first."""
 
     @property
     def calls(self) -> list[Call]:
-        """The calls of modules, in the order in which they begin."""
+        """The calls of modules, in order of their starts."""
         return [call for call, begins in self.steps if begins]
 
     @property
     def ended(self) -> list[Call]:
-        """The calls of modules, in the order in which they end."""
+        """The calls of modules, in order of their ends."""
         return [call for call, begins in self.steps if not begins]
 
 
@@ -147,10 +147,10 @@ def recording(
         network: the network whose modules are followed.
         which: the modules that are followed, all by default.
         trace: the trace to fill, a new one by default.
-        tensors: keep the tensors that modules take and give; otherwise a `Shape` of each.
-        functions: record torch functions: all, or those that take one of some tensors.
+        tensors: keep the inputs and outputs of modules; otherwise a `Shape` of each.
+        functions: record torch functions: all, or those that take one of these tensors.
         looks: record where Python code inspects a value that depends on these tensors: `if h.sum() > 0`, `h.item()`.
-        noise: record random functions, which give the middle of their distributions meanwhile.
+        noise: record random functions, which return the middle of their distributions meanwhile.
         work: count multiply-adds and the bytes of the largest tensor.
     """
     trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
@@ -176,7 +176,7 @@ def recording(
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         compare_states()
-        if not trace.running or trace.running[-1].module is not module:  # another hook failed before it began
+        if not trace.running or trace.running[-1].module is not module:  # another hook failed before it started
             return
         ended = trace.running.pop()
         ended.output, ended.work = held(output), counter.multiply_adds - ended.before
@@ -210,7 +210,7 @@ def hooked(
     """Call functions before and after modules run.
 
     `leave(name, module, args, output)` may return another output, `enter(name, module, args, kwargs)` other arguments
-    `(args, kwargs)`. With `always`, `leave` is called for modules that raise an error, too.
+    `(args, kwargs)`. With `always`, `leave` is also called for modules that raise an error.
     """
     with ExitStack() as stack:
         for name, module in _modules(network, which):
@@ -222,7 +222,7 @@ def hooked(
 
 
 def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
-    """Modules with their names, each under one name only; names that are not there are left out."""
+    """Yield modules with one name each; skip names that do not exist."""
     if which is None or not all(isinstance(each, str) for each in which):
         named = network.named_modules(remove_duplicate=False)
         which = [name for name, module in named if which is None or type(module) in which or name in which]
@@ -243,7 +243,7 @@ _ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
 
 
 def asks(name: str) -> bool:
-    """Return whether a function asks for shapes and settings of a tensor alone."""
+    """Return whether a function only queries shapes and settings of a tensor."""
     return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
 
 
@@ -254,7 +254,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.trace = trace
         self.wanted = None if functions is True else {id(tensor) for tensor in functions or ()}
-        self.origins = WeakTensorKeyDictionary()  # tensors by those that are an attribute of them: `weight.T`, `.data`
+        self.origins = WeakTensorKeyDictionary()  # maps `weight.T`, `.data` to the tensor they come from
         self.known = WeakTensorKeyDictionary({tensor: True for tensor in looks})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,7 +273,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _used(self, given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the recorded ones of the tensors that a function takes."""
+        """Return the tensors among a function's arguments that are recorded."""
         own = [self.origins.get(tensor, tensor) for tensor in given]
         return tuple(tensor for tensor in own if self.wanted is None or id(tensor) in self.wanted)
 
@@ -282,32 +282,32 @@ class _Functions(TorchFunctionMode):
 
 
 def _recurrent(input: Tensor, *weights: Any, **kwargs: Any) -> int:
-    """The operations of a recurrent layer's one kernel: two for each weight and position, biases left out."""
+    """Count the operations of a recurrent layer's single kernel: two per weight and position, without biases."""
     matrices = tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])
     positions = input.numel() // matrices[0].shape[-1]
     return 2 * positions * sum(matrix.numel() for matrix in matrices if matrix.dim() == 2)
 
 
-_recurrent._get_raw = True  # type: ignore[attr-defined]  # torch's counter gives tensors then, not their shapes
+_recurrent._get_raw = True  # type: ignore[attr-defined]  # makes torch's counter pass tensors, not shapes
 
 _KERNELS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent, torch.ops.aten._cudnn_rnn: _recurrent}
-"""Kernels that torch's counter leaves out."""
+"""Kernels that torch's counter does not count."""
 
 
 class _WorkCounter(Overlapping, FlopCounterMode):
-    """Torch's counter of operations, which notes the bytes of the largest tensor as well."""
+    """Torch's counter of operations, extended by the bytes of the largest tensor."""
 
     nbytes = 0
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_KERNELS)
-        tracker: Any = nullcontext()  # torch's own adds hooks that fail where a module takes a parameter
+        tracker: Any = nullcontext()  # torch's own adds hooks that fail on modules that take a parameter
         tracker.parents = ("Global",)
         self.mod_tracker = tracker
 
     @property
     def multiply_adds(self) -> int:
-        """The multiply-adds that were counted so far."""
+        """The multiply-adds counted so far."""
         return int(self.get_total_flops()) // 2
 
     def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -319,17 +319,17 @@ class _WorkCounter(Overlapping, FlopCounterMode):
 
 @cache
 def _gives_views(packet: Any) -> bool:
-    """Return whether an operation gives its argument, or a view of it."""
+    """Return whether an operation returns its argument, or a view of it."""
     overloads = packet.overloads() if hasattr(packet, "overloads") else []
     return bool(overloads) and any(r.alias_info for r in getattr(packet, overloads[0])._schema.returns)
 
 
-# -- nothing is left behind --------------------------------------------------------------------------------
+# -- no side effects ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -> Iterator[None]:
-    """Run networks in evaluation, with expectations instead of draws and without gradients; leave them as they were."""
+    """Run networks in evaluation, with expectations instead of draws and without gradients; restore them afterwards."""
     with ExitStack() as stack:
         for network in networks:
             stack.enter_context(evaluating(network))  # first, since it locks the network
@@ -341,21 +341,21 @@ def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -
 
 @contextmanager
 def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[Callable[[], bool]]:
-    """Leave buffers, attributes, modes and random states as they were; note in a trace which of them were written.
+    """Restore buffers, attributes, modes and random states afterwards; record in a trace which were written.
 
-    Yield a function that returns whether random numbers have been drawn inside.
+    Yield a function that returns whether random numbers have been drawn.
     """
     states, torchs = RandomStates(x), NumbersDrawn()
     try:
         with unwritten(network, trace), torchs:
             yield lambda: torchs.seen or states.moved
     finally:
-        states.restore(torchs.seen)  # else other threads may have moved torch's
+        states.restore(torchs.seen)  # other threads may move torch's state too
 
 
 @contextmanager
 def unwritten(network: nn.Module, trace: Trace | None = None) -> Iterator[None]:
-    """Leave buffers, attributes and modes as they were; note in a trace which of them were written."""
+    """Restore buffers, attributes and modes afterwards; record in a trace which were written."""
     trace = Trace() if trace is None else trace
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
@@ -386,13 +386,13 @@ _CONTAINERS = (list, dict, set)
 
 
 def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules, by name, whose code may write attributes: of the user's own classes, or with hooks."""
+    """Return the modules whose code may write attributes, with names: the user's own classes, or those with hooks."""
     return [(path, module) for path, module in network.named_modules() if may_write(module)]
 
 
 @contextmanager
 def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
-    """Restore the attributes of modules afterwards; yield the names, of module and attribute, that were written.
+    """Restore the attributes of modules afterwards; yield the (module, attribute) names that were written.
 
     Containers, and objects that hold attributes, get their items back as well, also inside others.
     """

@@ -1,4 +1,4 @@
-"""Tensors that can be asked for their shape, dtype and device, and nothing else."""
+"""Tensors that only have a shape, dtype and device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multitudes.core.trace import asks
 
 
 class Unreadable(Tensor):
-    """A placeholder for a tensor that differs between members; to compute with it is an error."""
+    """A placeholder for a tensor that differs between members; computing with it is an error."""
 
     reason: str
 
@@ -27,9 +27,9 @@ class Unreadable(Tensor):
 
 
 def unreadable(like: Tensor, reason: str) -> Tensor:
-    """A tensor of the same shape, dtype and device; to compute with it is an error that gives the reason.
+    """Return a tensor of the same shape, dtype and device; computing with it raises an error with the reason.
 
-    While a network is compiled, its values are NaN instead.
+    In compiled graphs, its values are NaN instead.
     """
     values = like.detach().new_full((), torch.nan).expand(like.shape)
     if torch.compiler.is_compiling():

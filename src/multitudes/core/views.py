@@ -55,7 +55,7 @@ def view(network: nn.Module, changes: Changes, own: Callable[[nn.Module], bool] 
 
 
 def _modules(network: nn.Module) -> Iterator[nn.Module]:
-    """All modules of a network, with those whose registries they share (a multitude's network)."""
+    """Yield all modules of a network, and those whose registries they share (a multitude's network)."""
     for module in network.modules():
         yield module
         inner = vars(module).get(str(getattr(type(module), "shares", None)))
@@ -64,7 +64,7 @@ def _modules(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3) -> Any:
-    """An attribute with twins in the place of modules, in a container of its own."""
+    """Return an attribute with modules replaced by their twins, in new containers."""
     if name in _REGISTRIES:
         return value
     if isinstance(value, nn.Module):
@@ -120,8 +120,8 @@ class Views:
         self.make = make
         self.versions = Versions(network) if versions is None else versions
         self.views: list[nn.Module] = []
-        self.given: list[dict[tuple[str, str], Any]] = []  # the attributes that each view was made with
-        self.base: dict[tuple[str, str], Any] = {}  # those of the network then
+        self.given: list[dict[tuple[str, str], Any]] = []  # attributes with which each view was made
+        self.base: dict[tuple[str, str], Any] = {}  # the network's attributes at that time
         self.made_of = (0, 0)
         self.may_write = False
 
@@ -201,7 +201,7 @@ def _items(held: Any) -> tuple[Any, ...]:
 
 
 def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
-    """The attributes that a view's code may write; containers as they are now."""
+    """Return the attributes that a view's code may write, with copies of containers."""
     return {
         (path, name): copy.copy(value) if _holds(value) else value
         for path, module in each.named_modules()

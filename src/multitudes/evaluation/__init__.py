@@ -1,5 +1,5 @@
 """After training: `predict` a data set, `evaluate` a network, `calibrate` it.
 
-Imports `core`, `metrics` and `shift`. A new scaling goes into `temperature.py`, a new conformal score into
-`conformal.py`; a new metric is declared in the room `metrics` and appears here by itself.
+Imports `core`, `metrics` and `shift`. New scalings go into `temperature.py`, new conformal scores into `conformal.py`;
+new metrics, declared in `metrics`, appear here automatically.
 """

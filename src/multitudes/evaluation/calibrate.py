@@ -1,7 +1,7 @@
-"""After training: `calibrate` makes a network's probabilities mean what they say, and gives it sets and intervals.
+"""`calibrate` a network after training: correct its probabilities, and give it sets and intervals.
 
-`temperature.py` has the scalings, `conformal.py` the scores. The networks stay as they are: what is fitted to held-out
-data is a `Calibration`, which travels with the predictions of the `Calibrated` network.
+`temperature.py` has the scalings, `conformal.py` the scores. Networks do not change: the fit to held-out data is a
+`Calibration`, which the predictions of the `Calibrated` network carry with them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
 
 PRIOR = 0.5
-"""The deviation of the logarithm of temperatures, before any row has told more."""
+"""The standard deviation of the prior of log temperatures."""
 FEWEST = 20
-"""The fewest held-out rows that anything is fitted to: of 19, none can tell an interval of 95 %."""
+"""The minimum number of held-out rows for a fit: 19 cannot determine an interval of 95 %."""
 
-# -- what is fitted, and the network that has it -----------------------------------------------------------
+# -- fits and calibrated networks --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Calibration:
     conformal: Conformal | None
 
     def __call__(self, predictive: Predictive) -> Predictive:
-        """The same predictions, calibrated."""
+        """Return the predictions, calibrated."""
         if predictive.calibration is not None:
             raise ValueError("predictive is calibrated already: pass the predictions of the network itself")
         if predictive.task != self.task:
@@ -58,26 +58,26 @@ class Calibration:
         return replace(predictive, predictions=scaled, calibration=self)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
-        """The log of the members' mean probabilities, `[B, C, ...]`, calibrated."""
+        """Calibrate the log of the members' mean probabilities, `[B, C, ...]`."""
         return log_probs if self.scaling is None else self.scaling.log_probs(log_probs)
 
-    # Its parts --------------------------------------------------------------------------------------------
+    # Parts ------------------------------------------------------------------------------------------------
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The fitted tensors by name: `temperature`, `scores`, ..."""
+        """The fitted tensors, by name: `temperature`, `scores`, ..."""
         parts = [vars(part) for part in (self.scaling, self.conformal) if part is not None]
         return {name: value for part in parts for name, value in part.items() if isinstance(value, Tensor)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The choices: the task, the scaling, the score and its settings."""
+        """The choices: task, scaling, score and its settings."""
         scaling = None if self.scaling is None else type(self.scaling).__name__
         score = {} if self.conformal is None else {"score": asdict(self.conformal.score)}
         return {"task": self.task, "scaling": scaling, **score}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Calibration:
-        """The same settings with other tensors."""
+        """Return a calibration with the same settings and other tensors."""
 
         def renewed(part: Any) -> Any:
             return part and replace(part, **{name: tensors[name] for name in vars(part) if name in tensors})
@@ -85,11 +85,11 @@ class Calibration:
         return replace(self, scaling=renewed(self.scaling), conformal=renewed(self.conformal))
 
     def to(self, device: torch.device | str) -> Calibration:
-        """The same on another device."""
+        """Return the calibration on another device."""
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other gives the same predictions the same calibration."""
+        """Return whether both calibrate the same predictions in the same way."""
         if not isinstance(other, Calibration) or self.settings != other.settings:
             return False
         ours, theirs = self.tensors, other.tensors
@@ -99,11 +99,11 @@ class Calibration:
 
 
 class Calibrated(PredictorModule):
-    """A network and its `Calibration`: it predicts as the network does, and its predictions are calibrated.
+    """A network with its `Calibration`: it predicts as the network does, and its predictions are calibrated.
 
-    What was fitted are its buffers (`calibrated.temperature`, `calibrated.scores`, ...), saved with the state dict and
-    moved with the module, but never rounded to half precision. The network itself is `calibrated.net`, not a copy of
-    it: if it is trained further, calibrate it again.
+    The fitted tensors are its buffers (`calibrated.temperature`, `calibrated.scores`, ...), saved with the state dict
+    and moved with the module, but never rounded to half precision. `calibrated.net` is the network itself, not a copy:
+    if it is trained further, calibrate it again.
     """
 
     net: Multitude
@@ -118,31 +118,31 @@ class Calibrated(PredictorModule):
 
     @property
     def calibration(self) -> Calibration:
-        """The calibration with the buffers as they are now."""
+        """The calibration with the current buffers."""
         return self._calibration.with_tensors(dict(self.named_buffers(recurse=False)))
 
     @property
     def members(self) -> int:
-        """M: how many members the network has."""
+        """M, the number of the network's members."""
         return self.net.members
 
     @property
     def task(self) -> str:
-        """The task of the predictions; see `Predictive`."""
+        """The task of the predictions (see `Predictive`)."""
         return self._calibration.task
 
     def forward(self, x: Input, **options: Any) -> Tensor:
-        """Return the predictions of the network, `[B, ...] -> [S, B, ...]`, not calibrated."""
+        """Return the network's predictions, `[B, ...] -> [S, B, ...]`, not calibrated."""
         return self.net(x, **options)
 
     def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
-        """Calibrated predictions of a batch; the options are those of the network's own `predict`."""
+        """Return calibrated predictions of a batch; the options are those of the network's own `predict`."""
         if task not in (None, self.task):
             raise ValueError(f"task must be {self.task!r}, for which the network was calibrated, got {task!r}")
         return self.calibration(self.net.predict(x, self.task, **options))
 
     def member(self, index: int) -> nn.Module:
-        """Member `index` alone, not calibrated."""
+        """Return member `index` alone, not calibrated."""
         return self.net.member(index)
 
     def extra_repr(self) -> str:
@@ -159,17 +159,17 @@ class Calibrated(PredictorModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Calibrated:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, buffer in before.items():  # moved, but never rounded: a rounded threshold is another one
+        for name, buffer in before.items():  # moved, but never rounded: rounding would change thresholds
             now = self._buffers[name]
             self._buffers[name] = None if buffer is None or now is None else buffer.to(now.device)
         return self
 
     def get_extra_state(self) -> Tensor:
-        """The settings, as bytes in a tensor, which every format of state dicts can hold."""
+        """Return the settings, as bytes in a tensor, which every format of state dicts supports."""
         return torch.tensor(list(json.dumps(self._calibration.settings, sort_keys=True).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuse what was fitted with other settings: its numbers would be read as something else."""
+        """Raise an error for tensors fitted with other settings, since their meaning differs."""
         settings = json.loads(bytes(state.tolist()))
         if settings != self._calibration.settings:
             raise ValueError(
@@ -177,7 +177,7 @@ class Calibrated(PredictorModule):
             )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        for name, buffer in self._buffers.items():  # there are as many scores as there were data
+        for name, buffer in self._buffers.items():  # the number of scores depends on the data
             saved = state_dict.get(prefix + name)
             if buffer is not None and isinstance(saved, Tensor):
                 self._buffers[name] = buffer.new_empty(saved.shape)
@@ -188,7 +188,7 @@ class Calibrated(PredictorModule):
 
 
 class _Plan:
-    """The parts of a calibration to fit, and the data for each; a ValueError where a setting does not fit the task."""
+    """The parts of a calibration to fit, and the data for each; a ValueError for settings that do not fit the task."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class _Plan:
         penalty: float | None = None,
         randomized: bool = False,
     ) -> None:
-        from multitudes.metrics.inputs import check_ignore  # here: a network that predicts needs no metrics
+        from multitudes.metrics.inputs import check_ignore  # not needed to predict
 
         reading = task_of(task)
         scaling = _one_of("scaling", scaling, reading.scalings, task)
@@ -247,33 +247,33 @@ def calibrate(
     randomized: bool = False,
     **options: Any,
 ) -> Calibrated:
-    """A network whose predictions are calibrated, on data that it was not trained on; `net` stays as it is.
+    """Calibrate a network's predictions on data that it was not trained on; `net` does not change.
 
-    With `scaling` and `conformal` both, the inputs are divided at random between them: sets and intervals hold the
-    target as often as they say only if their scores come from data that nothing was fitted to. With one of the two, it
-    gets all the data. An input is divided with all its pixels, and the guarantee is for the mean share of an input's
-    pixels (or outputs) whose sets hold their targets; `conformal.py` says more.
+    With both `scaling` and `conformal`, the inputs are divided at random between them, since the coverage of sets and
+    intervals holds only if their scores come from data that nothing was fitted to. A single one of them gets all the
+    data. An input is not divided: all its pixels stay together, and the guarantee is for the mean share of an input's
+    pixels (or outputs) whose sets hold their targets (see `conformal.py`).
 
     Args:
         net: a multitude, or a plain network, which is a multitude of one member.
         data: inputs and targets, `(x, y)`, or an iterable of such batches, such as a `DataLoader`.
-        scaling: of classification "temperature" (one, after the members are averaged), "member_temperature" (one for
+        scaling: for classification "temperature" (one, after the members are averaged), "member_temperature" (one for
             each, before), "vector" (a weight and a bias for each class) or "isotonic" (a rising function for each,
-            which needs scikit-learn); of tokens, of yes and no and of labels the first two; of regression "variance"
-            (one factor for all variances); or None. By default "temperature", of gaussian predictions "variance", of
-            regression and quantiles None.
-        conformal: the score of sets and intervals: of classes and tokens "aps", "lac" or "raps", of yes and no and of
-            labels "lac" or "aps", of regression "absolute" or "scaled" (by the predicted standard deviation), of
-            quantiles "cqr"; or None. By default the first, and of gaussian predictions "scaled".
-        share: of the inputs, what goes to the scores rather than the scaling.
-        seed: of the division, of the network's draws, and of randomized scores.
-        task: how to read the predictions (see `Predictive`); the network's own task by default.
-        ignore: the class of targets to leave out, such as 255 in segmentation; of tokens, -100 always is.
-        k_reg, penalty: of "raps"; 5 and 0.01 by default.
-        randomized: whether the sets of "aps" and "raps" are cut at random, so that coverage is exact.
-        options: of the network's own `predict`: `draws`, `memory`, ...
+            which needs scikit-learn); for tokens, binary and multilabel the first two; for regression and gaussian
+            "variance" (one factor for all variances); or None. By default "temperature" for classes, "variance" for
+            gaussian, None for regression and quantiles.
+        conformal: the score of sets and intervals: for classification and tokens "aps", "lac" or "raps", for binary and
+            multilabel "lac" or "aps", for regression and gaussian "absolute" or "scaled" (by the predicted standard
+            deviation), for quantiles "cqr"; or None. By default the first, but "scaled" for gaussian.
+        share: the share of the inputs for the scores; the scaling gets the rest.
+        seed: the seed of the division, of the network's draws, and of randomized scores.
+        task: the meaning of the predictions (see `Predictive`); the network's own task by default.
+        ignore: the class of targets to leave out, such as 255 in segmentation; for tokens, -100 always is.
+        k_reg, penalty: settings of "raps"; 5 and 0.01 by default.
+        randomized: whether to cut the sets of "aps" and "raps" at random, so that coverage is exact.
+        options: passed to the network's own `predict`: `draws`, `memory`, ...
 
-    A network that says the first class with 95 %, and is right two times of three:
+    A network that gives the first class 95 %, and is right two times of three:
 
     >>> x, y = torch.tensor([[3.0, 0.0]]).repeat(3000, 1), (torch.arange(3000) % 3 == 0).long()
     >>> net = nn.Identity()
@@ -296,10 +296,10 @@ def calibrate(
 def fit_calibration(
     predictive: Predictive, target: Tensor, *, members: int | None = None, **settings: Any
 ) -> Calibration:
-    """Fit what `calibrate` fits, to predictions and their targets: `calibration(other)` calibrates other predictions.
+    """Fit what `calibrate` fits, to predictions and targets: `calibration(other)` calibrates other predictions.
 
-    `members` is the number of members that made the S predictions, member-major; by default each made one. The
-    settings are those of `calibrate`.
+    `members` is the number of members that made the S predictions, member-major; by default each made one. The settings
+    are those of `calibrate`.
 
     >>> p = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # says 88 %, and is right twice of 3
     >>> calibration = fit_calibration(p, torch.tensor([0, 0, 1]), conformal=None)
@@ -322,7 +322,7 @@ def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -
     if plan.scaling is not None:
         part, own = predictive[for_scaling], target[for_scaling]
         if predictive.reading.classes:
-            from multitudes.metrics.inputs import read_rows  # here: a network that predicts needs no metrics
+            from multitudes.metrics.inputs import read_rows  # not needed to predict
 
             rows = read_rows(part, own, plan.ignore)
             if not len(rows):
@@ -337,7 +337,7 @@ def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -
 
 
 def _predicted(net: Multitude, data: Any, **options: Any) -> tuple[Predictive, Tensor]:
-    """Predictions of all data and their targets, on the CPU."""
+    """Return predictions of all data and their targets, on the CPU."""
     parts, targets = [], []
     for index, (part, y) in enumerate(predictions(net, Batches(data).batches, **options)):
         if y is None:
@@ -354,7 +354,7 @@ def _predicted(net: Multitude, data: Any, **options: Any) -> tuple[Predictive, T
 def _of_one_length(
     parts: list[Predictive], targets: list[Tensor], ignored: int
 ) -> tuple[list[Predictive], list[Tensor]]:
-    """Batches of tokens whose texts were padded to lengths of their own, all padded to the longest by ignored ones."""
+    """Pad batches of tokens of different lengths to the longest, with ignored targets."""
     longest = max(part.predictions.shape[2] for part in parts)
     padded = []
     for index, (part, y) in enumerate(zip(parts, targets, strict=True)):
@@ -366,7 +366,7 @@ def _of_one_length(
 
 
 def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """The inputs for the scaling and those for the scores; all for the one where there is no other."""
+    """Return the inputs for the scaling and those for the scores; all inputs for one if the other is None."""
     if plan.scaling is None or plan.score is None:
         return torch.arange(inputs), torch.arange(inputs)
     generator = None if plan.seed is None else torch.Generator().manual_seed(plan.seed)
@@ -378,15 +378,15 @@ def _divided(inputs: int, plan: _Plan) -> tuple[Tensor, Tensor]:
     return order[count:], order[:count]
 
 
-# -- whether a scaling helps -------------------------------------------------------------------------------
+# -- benefit of a scaling ----------------------------------------------------------------------------------
 
 
 def helpful_scaling(predictive: Predictive, target: Tensor, members: int, seed: int = 0) -> Calibration | None:
-    """Fit the task's own scaling to held-out rows; None where there are too few, or where it does not help.
+    """Fit the task's own scaling to held-out rows; None if there are too few, or it does not help.
 
-    It helps if a scaling that is fitted to half of the rows improves the log score of the other half, and back. For
-    classes the gain must be more than a standard error, since the best temperature of few rows is chance, and more than
-    a prior of its logarithm costs (`PRIOR`): of a few rows that are all right, the best temperature is near 0. For
+    It helps if a scaling fitted to half of the rows improves the log score of the other half, and vice versa. For
+    classes the gain must exceed a standard error, since the best temperature of few rows is chance, and the cost under
+    a prior of its logarithm (`PRIOR`), since the best temperature of a few rows that are all right is near 0. For
     numbers any gain counts, since too narrow intervals do more harm than too wide ones.
     """
     if predictive.reading.scalings[0] is None or len(target) < FEWEST:
@@ -404,15 +404,15 @@ def helpful_scaling(predictive: Predictive, target: Tensor, members: int, seed: 
 def _gain(
     predictive: Predictive, target: Tensor, members: int, fitted_to: Tensor, scored: Tensor
 ) -> tuple[Calibration, Tensor]:
-    """Fit the scaling to some rows; return it, and by how much it improves the log score of each of some others."""
+    """Fit the scaling to some rows; return it, and its improvement of the log score of each of some others."""
     scaling = fit_calibration(predictive[fitted_to], target[fitted_to], members=members, conformal=None)
     rest, own = predictive[scored], target[scored]
     return scaling, log_scores(scaling(rest), own) - log_scores(rest, own)
 
 
 def log_scores(predictive: Predictive, target: Tensor) -> Tensor:
-    """The log probability, or density, of each target, `[N]`, float64."""
-    from multitudes.metrics.declare import read_batch  # here: a network that predicts needs no metrics
+    """Return the log probability, or density, of each target, `[N]`, float64."""
+    from multitudes.metrics.declare import read_batch  # not needed to predict
 
     read = read_batch(predictive, target)
     return (read.target_log_prob if predictive.reading.classes else read.log_density).double()

@@ -1,32 +1,32 @@
-"""Split conformal prediction: sets and intervals that hold the target as often as they say.
+"""Split conformal prediction: sets and intervals with guaranteed coverage.
 
-Vovk, Gammerman & Shafer, *Algorithmic Learning in a Random World* (2005). A score says how badly a target fits a
+Vovk, Gammerman & Shafer, *Algorithmic Learning in a Random World* (2005). A score measures how badly a target fits a
 prediction. Of n held-out inputs, exchangeable with the new one, the `ceil((n + 1) level)`-th smallest score is the
-threshold; all targets whose score is not above it form the set. It holds the new target with probability `level` or
-more, and `level + 1 / (n + 1)` at most where no two scores are equal, whatever the network and the distribution.
+threshold; the set consists of all targets whose score is not above it. It holds the new target with probability at
+least `level`, and at most `level + 1 / (n + 1)` if no two scores are equal, for any network and distribution.
 
-Where an input has several targets (pixels, outputs), each counts for its share of the input, and the guarantee is for
-the mean share of an input's targets that their sets hold: Angelopoulos et al., *Conformal Risk Control* (2024),
-of which the rule above is the case of one target for each input.
+If an input has several targets (pixels, outputs), each counts for its share of the input, and the guarantee is for the
+mean share of an input's targets that their sets hold: Angelopoulos et al., *Conformal Risk Control* (2024). The rule
+above is the case of one target per input.
 
-The scores, with classes from the most probable to the least (of equally probable ones the first comes first):
+The scores, with classes from the most probable to the least (in index order if equally probable):
 
 - "lac", `1 - p_y`: the smallest sets, some of them empty. Sadinle, Lei & Wasserman, *Least Ambiguous Set-Valued
   Classifiers with Bounded Error Levels* (2019).
 - "aps", the probability of all classes before y: larger sets for harder inputs. Romano, Sesia & Candès,
   *Classification with Valid and Adaptive Coverage* (2020). Every set holds the most probable class, whose score is 0;
-  where that alone is right often enough, sets hold it alone. Randomized, `u p_y` is added with u uniform between
+  if that alone is right often enough, sets hold only that one. If randomized, `u p_y` is added with u uniform between
   0 and 1: coverage is exact, and sets may be empty.
 - "raps", "aps" plus `penalty * max(0, rank of y - k_reg)`: fewer very large sets. Angelopoulos, Bates, Jordan & Malik,
   *Uncertainty Sets for Image Classifiers using Conformal Prediction* (2021).
-- "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of one width, or of a width in proportion to the
-  predicted standard deviation. Lei et al., *Distribution-Free Predictive Inference for Regression* (2018).
-- "cqr", `max(low - y, y - high)`, how far y lies outside of the widest interval between the predicted quantiles, below
-  0 inside: that interval, its ends moved by one distance. Romano, Patterson & Candès, *Conformalized Quantile
+- "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of constant width, or of a width proportional to
+  the predicted standard deviation. Lei et al., *Distribution-Free Predictive Inference for Regression* (2018).
+- "cqr", `max(low - y, y - high)`, the distance of y from the widest interval between the predicted quantiles, negative
+  inside: that interval, with both ends moved by one distance. Romano, Patterson & Candès, *Conformalized Quantile
   Regression* (2019).
 
-A yes or no has a set of the two classes no and yes, which may hold both, or none; so has each label of several, which
-are the input's targets then. Tokens whose label is -100 have no score.
+For yes/no, the set is of the two classes no and yes, and may hold both, or none. Each of several labels has such a set;
+the labels are then the input's targets. Tokens with label -100 have no score.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from multitudes.core.tasks import TASKS, Task
 from multitudes.core.tasks.predictive import Predictive
 
 TIE = 1e-6
-"""Scores of classes that are this near count as equal: rounding, which no two devices do alike, must not part them."""
+"""Class scores this close count as equal, since rounding differs between devices."""
 
-_CHUNK = 2**22  # how many probabilities are sorted together
-# A seed gives scores and sets random numbers of their own, and others than a division of the data by that seed has:
-# an input must share none with another input, or with its place.
+_CHUNK = 2**22  # number of probabilities sorted together
+# Scores and sets get separate random numbers from a seed, different from those of a division of the data by it:
+# inputs must not share numbers with each other, or with their positions.
 _FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
 
 
@@ -75,12 +75,12 @@ class ConformalScore:
             raise ValueError(f"randomized=True is for 'aps' and 'raps', got {self.name!r}")
 
     def of_classes(self, probs: Tensor, u: Tensor | None) -> Tensor:
-        """The score of every class, `[B, C, ...]`, in float64; `u [B, 1, ...]` where it is randomized."""
+        """Return the score of every class, `[B, C, ...]`, in float64; `u [B, 1, ...]` if randomized."""
         probs = probs.double()
         if self.name == "lac":
             return 1 - probs
         ordered, order = probs.sort(dim=1, descending=True, stable=True)
-        scores = ordered.cumsum(1) - ordered  # of the classes before, without its own
+        scores = ordered.cumsum(1) - ordered  # of the classes before, excluding its own
         if u is not None:
             scores = scores + u * ordered
         if self.name == "raps":
@@ -93,7 +93,7 @@ class ConformalScore:
 
         A value y has the score `max(low - y, y - high) / reach`; a score of 1 is `reach` outside of low and high.
         """
-        if self.name == "cqr":  # the widest interval between the predicted quantiles, as it is without calibration
+        if self.name == "cqr":  # the widest interval between the predicted quantiles, not calibrated
             low, high = replace(predictive, calibration=None).interval()
         else:
             low = high = predictive.mean
@@ -103,13 +103,13 @@ class ConformalScore:
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """The scores of held-out data, and the sets and intervals that follow from them."""
+    """The scores of held-out data, and the sets and intervals computed from them."""
 
     score: ConformalScore
     scores: Tensor
     """The scores of all N held-out targets, in rising order, `[N]`, float64."""
     shares: Tensor
-    """The share of its input that each of them is, `[N]`: 1, where an input has one target."""
+    """The share of each target in its input, `[N]`: 1 if the input has one target."""
 
     @classmethod
     def fit(
@@ -121,7 +121,7 @@ class Conformal:
         ignore: int | None = None,
         seed: int | None = None,
     ) -> Self:
-        """From predictions of inputs that nothing else was fitted to, and their targets.
+        """Fit scores to predictions and targets of inputs that nothing else was fitted to.
 
         >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1]] * 9]).log())  # the same for 9 inputs
         >>> conformal = Conformal.fit(p, torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 2]), "aps")
@@ -137,18 +137,18 @@ class Conformal:
         return cls(score, scores, shares[order])
 
     def threshold(self, level: float) -> float:
-        """The largest score that a target may have; infinite where the data are too few for `level`.
+        """Return the largest score that a target may have; infinity if there are too few data for `level`.
 
-        It is the least one for which the inputs' shares of targets with scores up to it add up to `(n + 1) level`.
+        It is the smallest score for which the inputs' shares of targets with scores up to it sum to `(n + 1) level`.
         """
         check_number("level", level, 0, above=True, below=1)
         inputs = round(float(self.shares.sum()))
-        # (n + 1) level may round to a little more than the whole number that it is.
+        # (n + 1) level may round up past an integer.
         reached = self.shares.cumsum(0) >= (inputs + 1) * level * (1 - 1e-12)
         return float(self.scores[reached][0]) if bool(reached.any()) else math.inf
 
     def set(self, predictive: Predictive, level: float, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Boolean `[B, C, ...]`; of values `(low, high)`, each of the shape of `mean`."""
+        """Return a boolean set `[B, C, ...]`; for values, `(low, high)`, each in the shape of `mean`."""
         check_seed(seed)
         threshold = self.threshold(level)
         if predictive.reading.classes:
@@ -157,9 +157,9 @@ class Conformal:
             found = torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in _parts(probs, u)])
             return found.movedim(1, predictive.reading.class_axis or 1)
         low, high, reach = self.score.band(predictive)
-        # Infinity itself, which times a standard deviation of 0 would be NaN.
+        # Infinity times a standard deviation of 0 would be NaN.
         by = threshold * reach if threshold < math.inf else torch.full_like(reach, math.inf)
-        middle = (low + high) / 2  # all that is left of an interval whose ends would pass each other
+        middle = (low + high) / 2  # the interval shrinks to this if its ends would cross
         dtype = torch.promote_types(predictive.predictions.dtype, torch.float32)
         return torch.minimum(low - by, middle).to(dtype), torch.maximum(high + by, middle).to(dtype)
 
@@ -175,8 +175,8 @@ def conformal_scores(
 ) -> Tensor:
     """Score how badly each target fits its prediction, in float64: `[B, ...]`, for values the shape of `mean`.
 
-    Targets that are `ignore` have a score of NaN. By default the score is the first of `Task.scores`: "aps",
-    "absolute" or, for gaussian predictions, "scaled". A `seed` is for randomized scores alone.
+    Targets equal to `ignore` have a score of NaN. By default the score is the first of `Task.scores`: "aps", "absolute"
+    or, for gaussian predictions, "scaled". A `seed` is for randomized scores only.
 
     >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]).log())
     >>> conformal_scores(p, torch.tensor([0, 2]), "lac"), conformal_scores(p, torch.tensor([0, 2]), "aps")
@@ -200,17 +200,17 @@ def conformal_scores(
 
 
 def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
-    """Targets on the predictions' device; a ValueError with the first bad index where they do not fit."""
+    """Return targets on the predictions' device; raise a ValueError with the first bad index if they do not fit."""
     if ignore is not None and not predictive.reading.classes:
         raise ValueError(f"ignore={ignore!r} is a class, and the predictions are of task {predictive.task}")
-    from multitudes.metrics.declare import read_batch  # here: a network that predicts needs no metrics
+    from multitudes.metrics.declare import read_batch  # not needed to predict
 
     read_batch(predictive, target, ignore=ignore)
     return target.to(predictive.predictions.device)
 
 
 def _fitting(score: ConformalScore | str | None, task: Task) -> ConformalScore:
-    """The score that is meant, which must be one of the task's."""
+    """Return the score by name or by default; raise an error unless it is one of the task's."""
     if not isinstance(score, ConformalScore):
         score = ConformalScore(task.scores[0] if score is None else score)
     if score.name not in task.scores:
@@ -219,14 +219,14 @@ def _fitting(score: ConformalScore | str | None, task: Task) -> ConformalScore:
 
 
 def _parts(probs: Tensor, u: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Probabilities `[B, C, ...]`, and their random numbers, some inputs at a time."""
+    """Split probabilities `[B, C, ...]`, and their random numbers, into parts of several inputs."""
     step = max(1, _CHUNK * len(probs) // max(1, probs.numel()))
     parts = probs.split(step)
     return list(zip(parts, [None] * len(parts) if u is None else u.split(step), strict=True))
 
 
 def _uniform(probs: Tensor, seed: int | None, purpose: int) -> Tensor:
-    """A number between 0 and 1 for each prediction, `[B, 1, ...]`, the same on every device."""
+    """Return a number between 0 and 1 for each prediction, `[B, 1, ...]`, the same on every device."""
     generator = None if seed is None else torch.Generator().manual_seed(seed ^ purpose)
     return torch.rand(len(probs), 1, *probs.shape[2:], generator=generator, dtype=torch.float64).to(probs.device)
 

@@ -1,4 +1,4 @@
-"""One call, every number: `evaluate` scores a network on data, on shifted and on out-of-distribution data."""
+"""`evaluate`: score a network on data, on shifted data and on out-of-distribution data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from multitudes.metrics.robustness import mean_corruption_error, relative_mean_c
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
 
 Watch = Callable[[str | None, Predictive, Tensor | None], None]
-"""`watch(name, p, target)` gets every prediction; the name is that of its data, None for those that are scored."""
+"""`watch(name, p, target)` gets every prediction; `name` is that of its data, None for the data to score."""
 
 Change = Callable[[Any, int], Input]
-"""From an input, and the number of its batch, to the input that the network gets."""
+"""A function from an input, and the number of its batch, to the network's input."""
 
 
 def evaluate(
@@ -52,40 +52,40 @@ def evaluate(
     watch: Watch | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Score `net` on `data`, and on what is not like it; predictions are streamed, and none of them kept.
+    """Score `net` on data, shifted data and out-of-distribution data; predictions are streamed, not kept.
 
     Args:
         net: a multitude, calibrated or not, or a plain network.
         data: a batch `(x, y)` of any size, or an iterable of batches such as a `DataLoader`.
         shift: corruptions of images in [0, 1] by name, or True for the fifteen of `shift.CORRUPTIONS`; or other
             versions of the data, `{name: data}`.
-        severities: of the corruptions.
+        severities: severities of the corruptions.
         ood: out-of-distribution data, of which only the inputs are used; or several, `{name: data}`.
-        tasks: the groups of scores of `data` to compute, of scores, calibration, selective and diversity; by default
-            all that there are for the kind of predictions.
-        baseline: the result of another network, shifted alike: corruption errors are then also given relative to its,
-            `"shift/mean_corruption_error"`, `"shift/mcnll"`, `"shift/mcece"` and, where both results have an
+        tasks: the groups of scores of `data` to compute: scores, calibration, selective and diversity; by default all
+            that exist for the kind of predictions.
+        baseline: the result of another network with the same shifts. Corruption errors are then also given relative to
+            it: `"shift/mean_corruption_error"`, `"shift/mcnll"`, `"shift/mcece"` and, if both results have an
             `"accuracy"` without corruption, `"shift/relative_mean_corruption_error"`.
-        preprocess: what to do with inputs after they were shifted: normalise them, say.
-        ignore: a label whose pixels do not count; of tokens, -100 never does.
+        preprocess: a function of inputs after the shift, such as normalisation.
+        ignore: a label whose pixels do not count; for tokens, -100 never counts.
         noise_precision: for `task="regression"`, one over the variance of the noise around the members' values (see
             `metrics.log_density`).
-        scale: what values are multiplied by, where targets were standardised.
-        bins: of confidence, for the calibration errors `ece`, `mce`, `classwise_ece` and `adaptive_ece`.
-        min_count: how many predictions a bin must hold to count for `ece` and `mce`.
-        seed: of the draws, where the network draws, and of the corruptions, which without it are always the same.
-        device: where the inputs go; by default where the network's parameters are.
+        scale: a factor for values whose targets were standardised.
+        bins: the number of confidence bins of the calibration errors `ece`, `mce`, `classwise_ece` and `adaptive_ece`.
+        min_count: the minimum number of predictions for a bin to count in `ece` and `mce`.
+        seed: the seed of the draws, if the network draws, and of the corruptions, which are always the same without it.
+        device: the device for the inputs; by default that of the network's parameters.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
-        watch: a function that is told every prediction of `data` and of `ood` as it is made, `watch(name, p, target)`,
-            to keep of it what it likes; `name` is that of the `ood` data, and None for `data` itself.
-        options: of the network's own `predict`: `task`, `draws`, `memory`, ...
+        watch: a function that is called with every prediction of `data` and of `ood`, `watch(name, p, target)`; `name`
+            is that of the `ood` data, and None for `data` itself.
+        options: passed to the network's own `predict`: `task`, `draws`, `memory`, ...
 
-    Which scores there are depends on the task: of classes, of tokens (and `"perplexity"`), of yes and no and of labels
-    (and `"auroc"`; the others are those of the two classes no and yes, each label of each input one row), of values, of
-    quantiles (`"pinball"`, and `"coverage"` and `"width"` of the widest central interval).
+    The scores depend on the task: classes, tokens (also `"perplexity"`), binary and multilabel (also `"auroc"`; the
+    others are those of the two classes no and yes, with one row for each label of each input), values, quantiles
+    (`"pinball"`, and `"coverage"` and `"width"` of the widest central interval).
 
-    The result's names are those of the metrics, `"nll"`, and below `"shift/fog/3/nll"`, `"shift/mean/3/nll"` and
-    `"shift/mean/nll"` over the corruptions, `"ood/svhn/entropy/auroc"` by uncertainty.
+    The result's names are those of the metrics, such as `"nll"`; then `"shift/fog/3/nll"`, `"shift/mean/3/nll"` and
+    `"shift/mean/nll"` over the corruptions; and `"ood/svhn/entropy/auroc"` by uncertainty.
 
     >>> import torch
     >>> x, y = torch.rand(64, 1, 8, 8), torch.randint(3, (64,))
@@ -157,7 +157,7 @@ def _measured(
 ) -> dict[str, Score]:
     """Score predictions by the declared metrics that fit the first of them.
 
-    `reading` tells how predictions are read, `settings` are those of the metrics.
+    `reading` holds the options that read predictions, `settings` those of the metrics.
     """
     metrics: dict[str, Metric] | None = None
     count = 0
@@ -168,7 +168,7 @@ def _measured(
             known = {**settings, "members": p.members}
             if p.reading.classes:
                 known["classes"] = p.reading.class_count(p.predictions.shape[1:])
-            # Metrics that keep a number of every row would keep one of every pixel or token.
+            # Metrics that store a number per row would store one per pixel or token.
             dense = len(places(p)) > (2 if p.reading.several_labels else 1)
             metrics = {
                 each.score: each.streaming(**{name: known[name] for name in each.class_settings if name in known})
@@ -189,7 +189,7 @@ def _under(place: str, scores: Mapping[str, Score]) -> dict[str, Score]:
 
 
 def _corruption(name: str, severity: int, seed: int) -> Change:
-    """Corrupt each batch with noise of its own, the same in every evaluation."""
+    """Corrupt each batch with its own noise, the same in every evaluation."""
 
     def change(x: Any, index: int) -> Input:
         if not isinstance(x, Tensor):
@@ -209,7 +209,7 @@ def _detected(table: OODTable) -> dict[str, Score]:
 
 
 def _summary(scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]]) -> dict[str, Score]:
-    """Means over the corruptions, for each severity and for all."""
+    """Return means over the corruptions, for each severity and for all."""
     found: dict[str, list[Score]] = {}
     for place in ("shift/mean/{}", "shift/mean"):
         for name, severity in corruptions:
@@ -224,7 +224,7 @@ def _summary(scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]]
 def _relative(
     scores: Mapping[str, Score], corruptions: Sequence[tuple[str, int]], baseline: Evaluation
 ) -> dict[str, Score]:
-    """Corruption errors relative to those of a baseline: mCE, relative mCE, mCNLL, mCECE; of values none."""
+    """Return corruption errors relative to those of a baseline: mCE, relative mCE, mCNLL, mCECE; none for values."""
     own = Evaluation(scores)
 
     def table(values: Mapping[str, float], measure: str) -> dict[str, list[float]]:
@@ -251,7 +251,7 @@ def _relative(
 
 
 def _or_nan(value: Callable[[], Tensor]) -> float:
-    """NaN where a corruption does not hurt the baseline, to which there is then no ratio."""
+    """Return a ratio, or NaN if a corruption does not hurt the baseline."""
     try:
         return float(value())
     except ValueError:
@@ -270,7 +270,7 @@ def _checked_tasks(tasks: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _checked_shift(shift: Any, severities: Sequence[int]) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """Corruptions with their severities, and versions of the data by name."""
+    """Return corruptions with their severities, and versions of the data by name."""
     if shift is None or shift is False:
         return [], {}
     if isinstance(shift, Mapping):

@@ -1,4 +1,4 @@
-"""Predicting a whole dataset, batch by batch: `predict`."""
+"""Predict a whole dataset, batch by batch: `predict`."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ def predict(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Predictive:
-    """Predict all of `data` in batches, keeping nothing but the predictions, on the CPU.
+    """Predict all of `data` in batches; keep only the predictions, on the CPU.
 
     Args:
         net: a multitude, calibrated or not, a stream, or a plain network; it stays on its device.
         data: a tensor `[N, ...]`, one batch as a tuple `(x, y)` or a mapping, or an iterable of batches such as a
-            `DataLoader`. A batch is an input, or a tuple or list that starts with one, the rest being targets, which
-            are left alone. An input is a tensor, a mapping of keyword arguments (`"label"` and `"labels"` are
-            dropped), or, inside a batch, a tuple of positional arguments.
-        task: how to read the predictions (see `Predictive`); the network's own task by default.
+            `DataLoader`. A batch is an input, or a tuple or list that starts with one; the rest are targets, which are
+            ignored. An input is a tensor, a mapping of keyword arguments (`"label"` and `"labels"` are dropped), or,
+            inside a batch, a tuple of positional arguments.
+        task: the meaning of the predictions (see `Predictive`); the network's own task by default.
         batch_size: how many inputs of a tensor to run at a time, 256 by default.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
-        device: where inputs are moved to; by default where the network's parameters are.
-        options: of the network's own `predict`: `draws`, `seed`, `memory`, ... A seed gives each batch the same draws.
+        device: the device for the inputs; by default that of the network's parameters.
+        options: passed to the network's own `predict`: `draws`, `seed`, `memory`, ... A seed gives each batch the same
+            draws.
 
     >>> class Doubtful(nn.Module):
     ...     def predict(self, x):
@@ -77,7 +78,7 @@ def predictions(
 ) -> Iterator[tuple[Predictive, Tensor | None]]:
     """Yield the predictions of each batch, on the network's own device, and the batch's targets.
 
-    `prepare(x, number of the batch)` gives what the network is called with instead of `x`, which is on its device.
+    `prepare(x, number of the batch)` returns the network's input instead of `x`, which is on its device.
     """
     found = predictor(net)
     if device is None and isinstance(found, nn.Module):
@@ -101,7 +102,7 @@ def predictions(
 
 
 def _check_cut(net: Any, few: Tensor) -> None:
-    """An error where a tensor cannot be cut into parts: a network's rows may see each other, or be no inputs."""
+    """Raise an error if a tensor cannot be cut: the network's rows may interact, or not be inputs."""
     found = predictor(net)
     if not isinstance(found, Multitude):
         return

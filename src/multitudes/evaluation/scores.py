@@ -1,4 +1,4 @@
-"""The result of an evaluation: numbers by name, each with the count it was computed over."""
+"""The result of an evaluation: numbers by name, each with the count that it was computed over."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from multitudes.core.files import replacing
 
 @dataclass(frozen=True)
 class Score:
-    """A number, and how many inputs (or pixels) it was computed over."""
+    """A number, and the count of inputs (or pixels) that it was computed over."""
 
     value: float
     count: int
 
 
 class Evaluation(Mapping[str, float]):
-    """Scores by name: `result["nll"]` is a number, `result.counts["nll"]` what it was computed over.
+    """Scores by name: `result["nll"]` is a number, and `result.counts["nll"]` its count of inputs.
 
-    It prints as a table, and is kept as JSON: `result.save(path)`, `Evaluation.load(path)`.
+    It prints as a table, and is stored as JSON: `result.save(path)`, `Evaluation.load(path)`.
 
     >>> result = Evaluation({"accuracy": Score(0.93, 10000), "shift/fog/3/accuracy": Score(0.815, 10000)})
     >>> result["accuracy"], result.counts["accuracy"]
@@ -59,7 +59,7 @@ class Evaluation(Mapping[str, float]):
         return {name: score.count for name, score in self.scores.items()}
 
     def under(self, prefix: str) -> Evaluation:
-        """The scores whose names begin with `prefix/`, named by the rest."""
+        """Return the scores whose names begin with `prefix/`, without the prefix."""
         start = f"{prefix}/"
         return Evaluation({n.removeprefix(start): s for n, s in self.scores.items() if n.startswith(start)})
 
@@ -73,17 +73,17 @@ class Evaluation(Mapping[str, float]):
         return "\n".join(f"{n:<{widths[0]}}  {v:>{widths[1]}}  {c:>{widths[2]}}" for n, v, c in rows)
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """The scores as JSON can hold them, `{name: {"value": ..., "count": ...}}`."""
+        """Return the scores in JSON types, `{name: {"value": ..., "count": ...}}`."""
         return {name: {"value": plain_number(score.value), "count": score.count} for name, score in self.scores.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the `table` as JSON, whole or not at all. A value that is NaN is null."""
+        """Write the `table` as JSON, whole or not at all. NaN becomes null."""
         with replacing(path) as unfinished:
             unfinished.write_text(json.dumps(self.table(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
-        """Read what `save` has written."""
+        """Read a file of `save`."""
         try:
             table = json.loads(Path(path).read_text())
             values = {name: math.nan if row["value"] is None else float(row["value"]) for name, row in table.items()}
@@ -93,7 +93,7 @@ class Evaluation(Mapping[str, float]):
 
 
 def plain_number(value: float) -> float | str | None:
-    """A number as JSON can hold it, which knows neither NaN (null) nor infinity (a text)."""
+    """Return a number in JSON types, which lack NaN (null) and infinity (a string)."""
     if math.isnan(value):
         return None
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Probabilities that mean what they say: scalings of predictions, fitted to held-out data.
+"""Scalings that calibrate predictions, fitted to held-out data.
 
 - `Temperature`, `Vector`: Guo, Pleiss, Sun & Weinberger, *On Calibration of Modern Neural Networks* (2017).
 - `MemberTemperature`: Rahaman & Thiery, *Uncertainty Quantification and Deep Ensembles* (2021), on scaling before
@@ -26,53 +26,53 @@ from multitudes.core.tasks.predictive import Predictive
 from multitudes.core.tasks.values import ValueTask
 
 LARGEST_TEMPERATURE = 100.0
-"""Temperatures lie between 1/100 and 100: of perfect predictions the best one is 0, of random labels infinity."""
+"""Temperatures are between 1/100 and 100; the best one is 0 for perfect predictions, and infinity for random labels."""
 
 LEAST_LOG_PROB = -1e4
-"""The lowest log-probability for a scaling, as which it takes lower ones: excluded classes have one of -inf."""
+"""Lower log-probabilities are raised to this before a scaling: excluded classes have one of -inf."""
 
 FLOOR = 1e-6
-"""The least that isotonic regression gives a class, before the classes are normalised: a 0 cannot be taken back."""
+"""The minimum of isotonic regression for a class, before the classes are normalised: a 0 would be final."""
 
 LEAST_FACTOR = 1e-12
-"""The least factor of a variance: where no target lies off its mean, the best one is 0."""
+"""The minimum factor of a variance: if all targets equal their means, the best one is 0."""
 
-_CHUNK = 2**22  # how many numbers of a fit are looked at together, in float64
+_CHUNK = 2**22  # number of values processed at once in a fit, in float64
 
 
 class Scaling:
-    """A change of predictions: of the members' own, or of the log of their mean probabilities; by default of neither.
+    """A change of the members' predictions, or of the log of their mean probabilities; by default of neither.
 
-    `fit` takes predictions `[S, N, C]` and classes `[N]` (of regression `[S, N, ...]` and `[N, ...]`) that were
-    checked before; the first `S / members` predictions are the first member's.
+    `fit` takes predictions `[S, N, C]` and classes `[N]` (for regression `[S, N, ...]` and `[N, ...]`) that were
+    checked before; the first `S / members` predictions belong to the first member.
     """
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int) -> Self:
-        """The scaling that fits these targets best."""
+        """Return the scaling that fits these targets best."""
         raise NotImplementedError
 
     def predictions(self, predictions: Tensor, task: Task) -> Tensor:
-        """The members' predictions, `[S, B, ...]`, scaled."""
+        """Scale the members' predictions, `[S, B, ...]`."""
         return predictions
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
-        """The log of the members' mean probabilities, `[B, C, ...]`, scaled."""
+        """Scale the log of the members' mean probabilities, `[B, C, ...]`."""
         return log_probs
 
     def or_else(self, other: Self, predictive: Predictive, target: Tensor) -> Self:
-        """Return itself if it lowers the NLL by more than float32 rounds, and else the other scaling."""
+        """Return itself if it lowers the NLL by more than float32 rounding, otherwise the other scaling."""
         before = -predictive.log_probs
         scaled = replace(predictive, predictions=self.predictions(predictive.predictions, predictive.reading))
         after = -self.log_probs(scaled.log_probs)
         gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
-        better = bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # never where it is NaN
+        better = bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # False for NaN
         return self if better else other
 
 
 @dataclass(frozen=True, eq=False)
 class Temperature(Scaling):
-    """One temperature T for the mean of the members: `softmax(log p / T)`. It leaves every label as it is.
+    """One temperature T for the mean of the members: `softmax(log p / T)`. It changes no label.
 
     >>> sure = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # says 88 %, and is right twice of 3
     >>> scaling = Temperature.fit(sure, torch.tensor([0, 0, 1]))
@@ -81,34 +81,34 @@ class Temperature(Scaling):
     """
 
     temperature: Tensor
-    """T, `[]`: above 1 where the predictions were too sure."""
+    """T, `[]`: above 1 if the predictions were overconfident."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
-        """The T of least NLL; 1 where no other is better. The NLL is convex in 1/T, so there is but one."""
-        # The mean is a single member, whose logits are its log-probabilities.
+        """Return the T with the lowest NLL; 1 if no other is better. The NLL is convex in 1/T, so there is only one."""
+        # The mean acts as a single member with its log-probabilities as logits.
         own = _temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0]
         return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and self.temperature == 1:
-            return log_probs  # to the last bit
+            return log_probs  # bitwise unchanged
         return F.log_softmax(log_probs / self.temperature.to(log_probs), 1)
 
 
 @dataclass(frozen=True, eq=False)
 class MemberTemperature(Scaling):
-    """A temperature for each member's logits, before their probabilities are averaged; its draws share it."""
+    """A temperature for each member's logits, before their probabilities are averaged; a member's draws share it."""
 
     temperature: Tensor
     """T of each member, `[M]`."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int) -> Self:
-        """The T of all members together, by the NLL of their mean, from T = 1; 1 where no other is better.
+        """Fit the T of all members together, by the NLL of their mean, from T = 1; 1 if no other is better.
 
-        Each member's own best T may make the mean worse: where calibrated members disagree, their mean is not sure
-        enough. The minimum found is the one nearby, which need not be the only one.
+        Each member's own best T may make the mean worse: if calibrated members disagree, their mean is underconfident.
+        The result is a local minimum near the start; there may be others.
         """
         own = _temperatures(predictive.member_log_probs, target, members)
         return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
@@ -132,10 +132,10 @@ class Vector(Scaling):
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
-        """The w and b of least `N * NLL + (|w - 1|^2 + |b|^2) / 2`; w = 1, b = 0 where no other is better.
+        """Return the w and b with the lowest `N * NLL + (|w - 1|^2 + |b|^2) / 2`; w = 1, b = 0 if no other is better.
 
-        Without the penalty, which is that of one standard normal prior for all N targets together, a class that is
-        missing among the targets would get a bias of -inf. It is 0 where nothing is scaled, so the NLL never rises.
+        The penalty is one standard normal prior for all N targets together; without it, a class that is missing among
+        the targets would get a bias of -inf. It is 0 for w = 1, b = 0, so the NLL never rises.
         """
         log_probs = predictive.log_probs
         start = torch.zeros(2, log_probs.shape[1], dtype=torch.float64, device=log_probs.device)
@@ -150,7 +150,7 @@ class Vector(Scaling):
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and bool((self.weight == 1).all() and (self.bias == 0).all()):
-            return log_probs  # to the last bit
+            return log_probs  # bitwise unchanged
         shape = (-1, *[1] * (log_probs.ndim - 2))
         weight, bias = self.weight.to(log_probs).view(shape), self.bias.to(log_probs).view(shape)
         return F.log_softmax(weight * log_probs.clamp(min=LEAST_LOG_PROB) + bias, 1)
@@ -158,19 +158,19 @@ class Vector(Scaling):
 
 @dataclass(frozen=True, eq=False)
 class Isotonic(Scaling):
-    """A rising function for each class's probability, linear between knots; 1e-6 at least, and then normalised.
+    """A rising function for each class's probability, linear between knots, at least 1e-6; then normalised.
 
     It may change labels, and make classes equally probable that were not.
     """
 
     knots: Tensor
-    """Probabilities in rising order, `[C, K]`; where a class has fewer than K, its last one is repeated."""
+    """Probabilities in rising order, `[C, K]`; a class with fewer than K repeats its last one."""
     heights: Tensor
     """The values that replace them, `[C, K]`."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
-        """Isotonic regression of each class against the rest, by scikit-learn."""
+        """Fit isotonic regressions of each class against the rest, with scikit-learn."""
         regression = needed("sklearn.isotonic", "calibration", "scaling='isotonic'").IsotonicRegression
         knots, heights = [], []
         for number, probs in enumerate(predictive.probs.double().cpu().unbind(1)):
@@ -188,18 +188,18 @@ class Isotonic(Scaling):
 
 @dataclass(frozen=True, eq=False)
 class Variance(Scaling):
-    """One factor for all predicted variances: the members' mixture, stretched about its mean.
+    """One factor for all predicted variances: stretch the members' mixture about its mean.
 
-    Members come to lie `sqrt(factor)` times as far from their mean, and each predicts `factor` times its variance. So
-    the mean stays, and `epistemic_variance`, `aleatoric_variance` and `variance` are multiplied by the factor.
+    Members move `sqrt(factor)` times as far from their mean, and each predicts `factor` times its variance. So the mean
+    stays, and `epistemic_variance`, `aleatoric_variance` and `variance` are multiplied by the factor.
     """
 
     factor: Tensor
-    """The factor, `[]`: above 1 where the predictions were too sure."""
+    """The factor, `[]`: above 1 if the predictions were overconfident."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
-        """The factor of greatest likelihood, where targets are normal: the mean of `(y - mean)^2 / variance`."""
+        """Return the maximum-likelihood factor for normal targets: the mean of `(y - mean)^2 / variance`."""
         variance = predictive.variance.double()
         if not bool((variance > 0).all()):
             index = (variance <= 0).nonzero()[0].tolist()
@@ -229,11 +229,11 @@ SCALINGS: dict[str, type[Scaling]] = {
 
 
 def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
-    """The temperatures `[M]` of least NLL for the mean of predictions `[S, N, C]`, S / M of each member."""
+    """Return the temperatures `[M]` with the lowest NLL for the mean of predictions `[S, N, C]`, S / M per member."""
     widest = math.log(LARGEST_TEMPERATURE)
 
     def bounded(at: Tensor) -> Tensor:
-        return (widest * torch.tanh(at / widest)).exp()  # 1 at 0, where it has a slope of 1
+        return (widest * torch.tanh(at / widest)).exp()  # 1 at 0, with a slope of 1
 
     def objective(at: Tensor) -> Iterator[Tensor]:
         for rows, classes in _chunks(logits, target):
@@ -248,10 +248,10 @@ def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
 
 
 def _chunks(values: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of `values`, `[..., N, C]`, and their classes `[N]`, some at a time, finite and in float64."""
+    """Yield rows of `values`, `[..., N, C]`, and their classes `[N]`, in chunks, finite and in float64."""
     step = max(1, _CHUNK * len(target) // max(1, values.numel()))
     for rows, classes in zip(values.split(step, -2), target.split(step), strict=True):
-        yield rows.double().clamp(min=LEAST_LOG_PROB), classes.clone()  # autograd keeps no tensor of inference mode
+        yield rows.double().clamp(min=LEAST_LOG_PROB), classes.clone()  # clone: autograd refuses inference tensors
 
 
 @torch.inference_mode(False)
@@ -259,7 +259,7 @@ def _chunks(values: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -> Tensor:
     """Minimise the sum of the parts of an objective by L-BFGS from `start`; return the minimum's place.
 
-    The parts are gone backward through one at a time, so that only one is held: they must share no part of the graph.
+    The backward pass runs on one part at a time, so that only one is in memory: parts must not share a graph.
     """
     at = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
@@ -279,14 +279,14 @@ def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -
 
 
 def _side_by_side(rows: list[Tensor]) -> Tensor:
-    """Rows of several lengths as one tensor; shorter ones repeat their last value."""
+    """Pad rows of several lengths to one tensor; shorter ones repeat their last value."""
     longest = max(len(row) for row in rows)
     return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
 
 
 def _interpolated(x: Tensor, knots: Tensor, heights: Tensor) -> Tensor:
-    """Piecewise linear functions, a row of `[C, K]` each, at the points of the rows of `x`, `[C, N]`."""
-    right = torch.searchsorted(knots, x.contiguous()).clamp(1, knots.shape[1] - 1)  # 0 where there is but one knot
+    """Evaluate piecewise linear functions, one per row of `[C, K]`, at the points in the rows of `x`, `[C, N]`."""
+    right = torch.searchsorted(knots, x.contiguous()).clamp(1, knots.shape[1] - 1)  # 0 if there is one knot
     left = (right - 1).clamp(min=0)
     low, high = knots.gather(1, left), knots.gather(1, right)
     share = ((x - low) / (high - low).clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Changing a network's layers in a copy: select and replace, insert, narrow, initialise, observe, check.
+"""Change a network's layers in a copy: select and replace, insert, narrow, initialise, observe, check.
 
-Imports `core`. What several methods need to do to a network goes here; what one method needs stays with it.
+Imports `core`. Code for several methods goes here; code for one method stays with that method.
 """

@@ -26,9 +26,9 @@ def keep_scale(
 ) -> None:
     """Scale the weights of `converted`, in place, so that its layers' outputs are as large as the model's.
 
-    `kept` gives the layers, by name, and which of the model's outputs the converted one has (None: all). The size
-    is the root mean square over an example, biases aside. Layers are set in the order in which they run, each
-    behind those that are set already.
+    `kept` maps each layer to the model's outputs that the converted one keeps (None: all). The size is the root mean
+    square over an example, without biases. Layers are scaled in the order in which they run, each after those before
+    it.
     """
     wanted: dict[str, list[Tensor]] = {}
 
@@ -51,21 +51,21 @@ def keep_scale(
         _scale(layer, ratio)
         return y + _without_bias(layer, y) * (ratio - 1)
 
-    names = [name for name in kept if not isinstance(model.get_submodule(name), RECURRENT)]  # bounded whatever it sees
+    names = [name for name in kept if not isinstance(model.get_submodule(name), RECURRENT)]  # their outputs are bounded
     for network, x, see in ((model, example, measure), (converted, own_example, adjust)):
         with observing(network):
             answered(network, x, names, see)
 
 
 def _inner_maps(layer: nn.Module, read: Read) -> list[tuple[Tensor, Tensor]]:
-    """The maps of attention to queries, keys and values, and what they make of its inputs, biases aside."""
+    """Return the matrices of attention's queries, keys and values, with their results on its inputs, without biases."""
     if not is_attention(layer):
         return []
     return [(weight, F.linear(x, weight)) for weight, x in zip(attention_maps(layer), read.inputs, strict=True)]
 
 
 def _last_map(layer: Any) -> Any:
-    """The layer that gives the output: of attention its last map."""
+    """Return the layer that computes the output; for attention, its last projection."""
     layer = layer.layer if isinstance(layer, MemberLayer) else layer
     return layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
 

@@ -1,10 +1,10 @@
-"""Affine maps: where a layer keeps the weight and the bias of `y = W x + b`, whatever its class.
+"""Affine maps: where a layer of any class keeps the weight and the bias of `y = W x + b`.
 
-One rule serves all methods that change weights. A layer is known by its maps, each the names of a weight and a bias and
-the weight's axes, and is run with another weight and bias in their place. Torch's own classes are known, with all that
-inherit their `forward`; attention and recurrent layers have several maps. Of any other class, one with nothing but a
-matrix and a vector, it is observed whether it computes an affine map. A weight that is computed from others
-(`weight_norm`, `spectral_norm`, pruning) counts as it comes out.
+All methods that change weights share this rule. A layer is described by its maps, each with the names of a weight and a
+bias and the weight's axes, and runs with a replaced weight and bias. Torch's own classes, and subclasses that inherit
+their `forward`, are built in; attention and recurrent layers have several maps. Any other class with exactly a matrix
+and a vector is run to see whether it computes an affine map. A weight that is computed from other tensors
+(`weight_norm`, `spectral_norm`, pruning) counts by its computed value.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Select
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
-"""Layers that are converted as a whole: of several maps, or of several inputs."""
+"""Layers that are converted as a whole: with several maps, or several inputs."""
 
 
 @dataclass(frozen=True)
 class AffineMap:
     """The names of a map's weight and bias, and the weight's axes of inputs and outputs, 0 and 1 or 1 and 0.
 
-    With groups the weight's first axis counts all groups' channels, the second those of one group.
+    With groups, the weight's first axis holds the channels of all groups, the second those of one group.
     """
 
     weight: str = "weight"
@@ -43,25 +43,25 @@ class AffineMap:
     groups: int = 1
 
     def widths(self, shape: torch.Size) -> tuple[int, int]:
-        """How many inputs and outputs a weight of this shape has."""
+        """Return the numbers of inputs and outputs of a weight of this shape."""
         sizes = shape[0], shape[1] * self.groups
         return sizes[self.inputs], sizes[self.outputs]
 
     def outer(self, r: Tensor, s: Tensor, dims: int) -> Tensor:
-        """`s r^T` of factors on inputs `[I]` and outputs `[O]`, to multiply a weight of `dims` dimensions with.
+        """Return `s r^T` of factors on inputs `[I]` and outputs `[O]`, to multiply with a weight of `dims` dimensions.
 
-        Of all members' factors, `[M, I]` and `[M, O]`, it is all members', `[M, ...]`.
+        The factors of all members, `[M, I]` and `[M, O]`, give the products of all, `[M, ...]`.
         """
         product = s.unflatten(-1, (self.groups, -1, 1)) * r.unflatten(-1, (self.groups, 1, -1))  # [G, O/G, I/G]
         product = (product.mT if self.inputs == 0 else product).flatten(-3, -2)
         return product.reshape(*product.shape, *[1] * (dims - 2))
 
 
-# -- which layers ------------------------------------------------------------------------------------------
+# -- selection ---------------------------------------------------------------------------------------------
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module] | None:
-    """Torch's own class whose `forward` a layer runs, where that computes with affine maps."""
+    """Return torch's own class whose `forward` a layer runs, if that computes affine maps."""
     for kind in (*PRODUCTS, *SEVERAL):
         if isinstance(layer, kind):
             names = ("forward", "_conv_forward", "__call__")
@@ -71,7 +71,7 @@ def kind_of(layer: nn.Module) -> type[nn.Module] | None:
 
 
 def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
-    """A layer's affine maps; none where its class computes something else, or something unknown."""
+    """Return a layer's affine maps; none if its class computes something else, or something unknown."""
     kind = kind_of(layer)
     if kind is None:
         return _observed(layer)
@@ -85,7 +85,7 @@ def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
 
 def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:
     if kind is nn.Bilinear:
-        return (AffineMap(),)  # of its first input, whatever the second is
+        return (AffineMap(),)  # of its first input, for any second one
     if kind is nn.MultiheadAttention:
         names = ["in_proj_weight"] if layer._qkv_same_embed_dim else [f"{name}_proj_weight" for name in "qkv"]
         biases = ["in_proj_bias", None, None]
@@ -107,12 +107,12 @@ def _weight_is_known(layer: Any) -> bool:
 
 
 def has_other_hooks(layer: nn.Module) -> bool:
-    """Return whether a layer has forward hooks beside those that compute its weight."""
+    """Return whether a layer has forward hooks other than those that compute its weight."""
     return len(layer._forward_hooks) + len(layer._forward_pre_hooks) > len(computing_hooks(layer))
 
 
 def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
-    """The map of a class of the user's own, or of Hugging Face's (`Conv1D`), that is seen to be affine."""
+    """Return the map of a user's or Hugging Face's class (`Conv1D`) that a test run shows to be affine."""
     weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
     if (
         weight is None
@@ -141,7 +141,7 @@ def computes(layer: nn.Module, affine: AffineMap) -> bool:
     probe: Any = copied(layer)
     generator = torch.Generator().manual_seed(0)
     width = affine.widths(probe.weight.shape)[0]
-    for parameter in probe.parameters():  # as they are, they may be zeros
+    for parameter in probe.parameters():  # they may be zeros
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
     weight = probe.weight if affine.inputs == 1 else probe.weight.mT
@@ -149,13 +149,13 @@ def computes(layer: nn.Module, affine: AffineMap) -> bool:
     with torch.random.fork_rng([]):
         try:
             answers = [probe.train(mode)(x) for mode in (True, False)]
-        except Exception:  # whatever a user's own code may raise: it is not a plain affine map
+        except Exception:  # any error of the user's code: not a plain affine map
             return False
     return all(isinstance(y, Tensor) and y.shape == want.shape and torch.allclose(y, want) for y in answers)
 
 
 def affine_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """A model's layers of affine maps, by name; those inside attention belong to it."""
+    """Return a model's layers with affine maps, by name, except those inside attention."""
     inside = {
         f"{name}.{child}" if name else child
         for name, module in model.named_modules()
@@ -167,9 +167,9 @@ def affine_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
-    """The layers of affine maps that `layers` selects; by default all but those that share a weight with others.
+    """Return the layers with affine maps that `layers` selects; by default all but those that share a weight.
 
-    So a language model's head, whose weight is the embedding's, is left as it is.
+    Thus a language model's head that shares the embedding's weight stays as it is.
     """
     able = affine_layers(model)
     chosen = select(model, layers, able)
@@ -180,11 +180,11 @@ def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
     return {n: m for n, m in chosen.items() if not any(id(p) in others for p in m.parameters())} or chosen
 
 
-# -- how they run ------------------------------------------------------------------------------------------
+# -- execution ---------------------------------------------------------------------------------------------
 
 
 def weight_of(layer: Any) -> Tensor:
-    """The weight that a layer of one map computes with, made as its next forward would make it."""
+    """Return the weight that a layer of one map computes with, computed as in its next forward."""
     hook = computing_hooks(layer).get("weight") if layer._forward_pre_hooks else None
     weight: Tensor
     if hook is None:
@@ -202,17 +202,17 @@ def is_computed(layer: nn.Module) -> bool:
 
 
 def axis_of(layer: Any) -> int:
-    """The axis of channels in a layer's inputs and outputs, counted from the last."""
+    """Return the channel axis of a layer's inputs and outputs, counted from the last."""
     return -1 - len(layer.kernel_size) if kind_of(layer) in (*CONVOLUTIONS, *TRANSPOSED) else -1
 
 
 def run_with(
     layer: Any, affine: AffineMap, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Run a layer of one map on x with another weight and bias."""
+    """Run a layer of one map on x with a replaced weight and bias."""
     kind = kind_of(layer)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
-    if hooked and kind is not None and "weight" in layer._parameters:  # where it is None too, but not where computed
+    if hooked and kind is not None and "weight" in layer._parameters:  # true if it is None, false if it is computed
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         y: Tensor = functional_call(layer, tensors, (x, *args), kwargs)
         return y
@@ -235,27 +235,27 @@ def _transposed(
 
 
 def product_kind(layer: nn.Module) -> type[nn.Module]:
-    """Torch's own class that a layer's class is made of, of those that multiply by a weight."""
+    """Return the torch class that a layer derives from, among those that multiply by a weight."""
     return next(kind for kind in PRODUCTS if isinstance(layer, kind))
 
 
 def product(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What torch's own forward of a linear layer or convolution makes of x with another weight and bias."""
+    """Apply torch's own forward of a linear layer or convolution to x with a replaced weight and bias."""
     convolves = isinstance(layer, CONVOLUTIONS)
     y: Tensor = layer._conv_forward(x, weight, bias) if convolves else F.linear(x, weight, bias)
     return y
 
 
 def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> nn.Module:
-    """A copy of a layer of one map with this weight for good, of the class that the user wrote, and perhaps a bias.
+    """Copy a layer of one map, in the user's own class, with a fixed weight and, if given, a bias.
 
-    What computed the weight is left out.
+    The copy leaves out the code that computed the weight.
     """
     plain = copied(layer)
     trained = any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
     if parametrize.is_parametrized(plain):
         del plain._modules["parametrizations"]
-        plain.__class__ = type(plain).__bases__[0]  # torch's own way changes the class that all copies share
+        plain.__class__ = type(plain).__bases__[0]  # torch's removal changes the class that all copies share
     for hook in computing_hooks(plain).values():
         remove = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
         remove.get(type(hook), prune.remove)(plain, "weight")

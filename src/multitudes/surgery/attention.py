@@ -1,8 +1,8 @@
-"""Attention, observed: the channels that each of its heads reads, and which heads are kept.
+"""Observe attention: the channels that each head reads, and the heads that are kept.
 
-Whole heads are kept, and their size stays, so that rotary and relative positions keep their meaning. Which channels a
-head reads is told by gradients, whatever a network does to them on their way. Heads that read some channels together,
-as query heads do that share their keys and values, are a group; every group that is kept keeps as many of its heads.
+Whole heads are kept at full size, so that rotary and relative positions stay valid. Gradients show which channels a
+head reads, whatever the network does to them in between. Heads that read some channels in common, such as query heads
+that share keys and values, form a group; every group that is kept keeps the same number of heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from multitudes.surgery.cuts import CannotNarrow, form_of, is_attention, scaled
 from multitudes.surgery.observe import Read, answered
 
 Pattern = tuple[int, int]
-"""How channels are taken apart: into how many equal parts, and in blocks of how many neighbors."""
+"""A split of channels: into this many equal parts, and in blocks of this many neighbors."""
 
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _PARTS = {"chunk", "split", "tensor_split", "glu", "__getitem__"}
@@ -40,21 +40,21 @@ class Attention:
     size: int
     """The channels of a head's queries."""
     reads: Mapping[str, Tensor]
-    """By the name of the layer that makes them, `[H, C]`: whether a head reads a channel."""
+    """By the name of the layer that makes them, `[H, C]`: True if a head reads a channel."""
 
     @property
     def heads(self) -> int:
-        """How many heads it has."""
+        """The number of heads."""
         return len(next(iter(self.reads.values())))
 
     @property
     def width(self) -> int:
-        """The channels of all its query heads."""
+        """The channels of all query heads."""
         return self.heads * self.size
 
     @property
     def groups(self) -> list[list[int]]:
-        """The heads that read channels together; all of them are one group where groups would not be as large."""
+        """The heads that read channels in common; a single group if groups would differ in size."""
         shared = torch.stack([reads.float() @ reads.float().T for reads in self.reads.values()]).sum(0) > 0
         groups = sorted({tuple(row.nonzero()[:, 0].tolist()) for row in shared})
         alike = len({len(group) for group in groups}) == 1 and sum(map(len, groups)) == self.heads
@@ -64,28 +64,28 @@ class Attention:
 class _Observed(TorchFunctionMode):
     """Find each attention of a run: torch's own layer, or a product with a softmax of a product.
 
-    Layers give random numbers meanwhile, of which gradients are taken.
+    Layers return random numbers meanwhile, for taking gradients.
     """
 
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.run, self.batch = Trace(), batch
         self.found: list[Attention] = []
-        self.patterns: dict[int, Pattern] = {}  # how axes are taken apart, by their size
-        self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and what they give
-        self.sizes: dict[tuple[int, ...], int] = {}  # of products, by their shape: the last axis of what they multiply
-        self.scores: Tensor | None = None  # of a softmax, whose weights values are multiplied with next
+        self.patterns: dict[int, Pattern] = {}  # how axes are split, by their size
+        self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and their outputs
+        self.sizes: dict[tuple[int, ...], int] = {}  # of products, by shape: the size of the last axis of their factors
+        self.scores: Tensor | None = None  # of a softmax whose weights multiply values next
         self.generator = torch.Generator().manual_seed(0)
 
     def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
-        """Let a layer give random numbers."""
+        """Replace a layer's output by random numbers."""
         with torch._C.DisableTorchFunction():
             made = torch.randn(y.shape, generator=self.generator).to(y).requires_grad_()
             self.made.append((name, form_of(layer).axis, made))
             if is_attention(layer):
                 reads = torch.eye(layer.num_heads, dtype=torch.bool).repeat_interleave(layer.head_dim, 1)
                 self.found.append(Attention(layer.head_dim, {name: reads}))
-            return made * 1  # which the network's code may change in place
+            return made * 1  # the network's code may change it in place
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs, running = getattr(function, "__name__", ""), kwargs or {}, self.run.running
@@ -107,7 +107,7 @@ class _Observed(TorchFunctionMode):
         return result
 
     def _heads(self, x: Tensor) -> Sequence[Tensor]:
-        """The parts of `[..., H, T, _]` by head; where heads lie in the batch, in either order, those of one row."""
+        """Split `[..., H, T, _]` by head; if heads are in the batch, in either order, return those of one row."""
         if x.dim() != 3 or len(x) % self.batch:
             return x.unbind(-3) if x.dim() > 2 else [x]
         return [x[index] for index in dict.fromkeys([*range(len(x) // self.batch), *range(0, len(x), self.batch)])]
@@ -115,7 +115,8 @@ class _Observed(TorchFunctionMode):
     def _note(self, function: Any, args: Any, kwargs: Any) -> None:
         """Record an attention, if a product multiplies values with the weights of a softmax.
 
-        A head reads what its scores are made of, and the values that come through if other heads' weights are zero.
+        A head reads the channels that make its scores, and the values that get through if other heads' weights are
+        zero.
         """
         scores = self.scores
         shapes = [] if scores is None else [scores.shape, scores.mT.shape]
@@ -131,7 +132,7 @@ class _Observed(TorchFunctionMode):
             self.found.append(Attention(self.sizes[tuple(scores.shape)], reads))
 
     def _reads(self, heads: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Whether heads read the channels of layers, `[H, C]` by layer: where a random gradient does not vanish."""
+        """Return the channels that heads read, `[H, C]` by layer: those where a random gradient is not zero."""
         reads: dict[str, Tensor] = {}
         for index, head in enumerate(heads):
             trained = [x for x in head if x.requires_grad]
@@ -147,7 +148,7 @@ class _Observed(TorchFunctionMode):
         return {name: each for name, each in reads.items() if bool(each.any())}
 
     def _take_apart(self, name: str, x: Tensor, result: Any, args: Sequence[Any]) -> None:
-        """Record that an axis is taken apart into equal parts, or in blocks."""
+        """Record that an axis is split into equal parts, or in blocks."""
         part = result[0] if isinstance(result, (tuple, list)) else result
         if name == "pixel_shuffle":
             self._add(x.shape[-3], 1, x.shape[-3] // part.shape[-3])
@@ -171,7 +172,7 @@ class _Observed(TorchFunctionMode):
 
 
 def _merged(attention: Attention) -> Attention:
-    """Make heads that read the same one head, as those are that lie in the batch."""
+    """Merge heads that read the same channels, as heads in the batch do."""
     rows = torch.cat(list(attention.reads.values()), 1).tolist()
     first = [index for index, row in enumerate(rows) if row not in rows[:index]]
     return replace(attention, reads={name: reads[first] for name, reads in attention.reads.items()})
@@ -180,21 +181,21 @@ def _merged(attention: Attention) -> Attention:
 def observe_attention(
     model: nn.Module, example: Input, names: Collection[str]
 ) -> tuple[list[Attention], dict[int, Pattern]]:
-    """The attentions of a run, in order, and how axes are taken apart; `names` are the layers that make channels."""
+    """Return the attentions of a run, in order, and how axes are split; `names` are the layers that make channels."""
     seen = _Observed(tensors_in(example)[0].shape[0])
     with observing(model), torch.enable_grad(), recording(model, trace=seen.run), suppress(RuntimeError):
-        answered(model, example, names, seen.see, seen)  # but for code that cannot run with gradients
+        answered(model, example, names, seen.see, seen)  # some code cannot run with gradients
     return list(map(_merged, seen.found)), seen.patterns
 
 
-# -- which heads are kept ----------------------------------------------------------------------------------
+# -- choice of heads ---------------------------------------------------------------------------------------
 
 
 class HeadChoice:
-    """The choice of heads, and so of channels, that are kept of the layers that attention reads from.
+    """The choice of heads, and thus of channels, to keep in the layers that attention reads from.
 
-    `counts` gives the wanted widths of layers, where they are known; else `factor` does, rounded up to whole heads.
-    Layers in `whole` keep all their heads.
+    `counts` holds the target widths of layers, if known; otherwise `factor` sets them, rounded up to whole heads.
+    Layers in `whole` keep all heads.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class HeadChoice:
     ) -> None:
         self.found, self.factor, self.generator = found, factor, generator
         self.counts, self.whole, self.patterns = counts, whole, patterns
-        self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice a width, so that channels that are added agree
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice per width, so that channels that are added match
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -218,12 +219,12 @@ class HeadChoice:
 
     @property
     def shares(self) -> dict[int, int]:
-        """The numbers of heads in a group, before and after."""
+        """The number of heads in a group, before and after."""
         pairs = {len(a.groups[0]): len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found}
         return {before: after for before, after in pairs.items() if before > 1}
 
     def outputs(self, name: str, width: int) -> Tensor:
-        """The kept channels of a layer of some width."""
+        """Return the kept channels of a layer of some width."""
         if name in self.whole:
             return torch.arange(width)
         count, bound = self.counts.get(name), self._bound(name, width)
@@ -237,7 +238,7 @@ class HeadChoice:
         return self._chosen[width, count]
 
     def _bound(self, name: str, width: int) -> Tensor | None:
-        """The channels of the kept heads; None where attention does not bind a layer's."""
+        """Return the channels of the kept heads; None if attention does not constrain the layer."""
         for attention in self.found:
             if name in attention.reads:
                 reads = attention.reads[name]
@@ -259,11 +260,11 @@ class HeadChoice:
 
     @property
     def entries(self) -> dict[int, Tensor]:
-        """The kept groups and heads, by how many there were, of which tables have entries."""
+        """The kept groups and heads, by their former number, for tables with one entry each."""
         return {len(a.groups): self.kept(a)[1] for a in self.found} | {a.heads: self.kept(a)[0] for a in self.found}
 
     def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
-        """The kept heads, and the kept groups."""
+        """Return the kept heads, and the kept groups."""
         kind = attention.heads, len(attention.groups)
         if kind not in self._kept:
             groups = torch.tensor(attention.groups)
@@ -293,10 +294,10 @@ class HeadChoice:
 
 
 def choose(width: int, count: int, generator: torch.Generator | None = None, pattern: Pattern = (1, 1)) -> Tensor:
-    """`count` of `width` channels, one at random from each of equal stretches, sorted.
+    """Choose `count` of `width` channels, one at random from each of equal stretches, sorted.
 
-    Stretches keep the choice even, so that each group of a grouped layer loses the same share. A `pattern` of parts and
-    block chooses the same of each of so many equal parts, and whole blocks of neighbours, where the widths divide.
+    Stretches keep the choice even, so that each group of a grouped layer loses the same share. If the widths divide, a
+    `pattern` of parts and block chooses the same channels in each part, and whole blocks of neighbors.
     """
     parts, block = pattern if not (width % math.prod(pattern) or count % math.prod(pattern)) else (1, 1)
     positions, own = width // parts // block, count // parts // block

@@ -1,4 +1,4 @@
-"""Networks that a function `build(width)` constructs at a fraction of their width: the exact way to narrow."""
+"""Networks from a function `build(width)`, which constructs them at a fraction of their width: exact narrowing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_function(model: nn.Module | Factory | Build) -> Build | None:
         return None
     try:
         parameters = list(inspect.signature(model).parameters.values())
-    except ValueError:  # functions written in C have no signature
+    except ValueError:  # functions in C have no signature
         return None
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     of_width = len(required) == 1 and required[0] is parameters[0] and required[0].kind is not required[0].KEYWORD_ONLY
@@ -38,7 +38,7 @@ def build_function(model: nn.Module | Factory | Build) -> Build | None:
 
 
 def refuse_options(gamma: object, min_channels: object, layers: object, init: object, heads: object) -> None:
-    """Raise an error for an option of narrowing that is not its default: the function decides it."""
+    """Raise an error for an option of narrowing with a value other than its default: the function decides it."""
     options = {
         "gamma": (gamma, 1), "min_channels": (min_channels, 64), "layers": (layers, None),
         "init": ("fresh" if init is None else init, "fresh"), "heads": (heads, None),
@@ -52,16 +52,16 @@ def refuse_options(gamma: object, min_channels: object, layers: object, init: ob
 
 
 def whole_network(build: Build) -> nn.Module:
-    """Construct the network at its full width; torch's random state stays as it was."""
+    """Construct the network at its full width; restore torch's random state."""
     with seeded(0):
         return _call(build, 1.0)
 
 
 def built_at(build: Build, width: float, count: int, whole: nn.Module, example: Input | None) -> Iterator[nn.Module]:
-    """Construct `count` networks at a fraction of the width, each by a call of its own, and check them.
+    """Construct `count` networks at a fraction of the width, in one call each, and check them.
 
-    All must have one architecture, fewer parameters than `whole`, and predictions of its shape on the example; where
-    none is given, on noise of the most usual size if that fits.
+    All must have one architecture, fewer parameters than `whole`, and predictions of its shape on the example; by
+    default on noise of the most common size, if that fits.
     """
     given: list[nn.Module] = []
     for _ in range(count):
@@ -82,7 +82,7 @@ def built_at(build: Build, width: float, count: int, whole: nn.Module, example: 
 def _call(build: Build, width: float) -> nn.Module:
     try:
         network = build(width)
-    except Exception as error:  # whatever the user's own function raises
+    except Exception as error:  # any error of the user's function
         raise ValueError(
             f"model({width:g}) raised {type(error).__name__}: {error}; a function given as model takes a fraction of "
             "the width, above 0 and at most 1, and rounds the widths that it makes of it"
@@ -94,7 +94,7 @@ def _call(build: Build, width: float) -> nn.Module:
 
 
 def _check_narrower(network: nn.Module, whole: nn.Module, width: float, example: Input | None) -> None:
-    """Compare the two networks' sizes, and the shapes of their predictions on an example."""
+    """Compare the sizes of the two networks, and the shapes of their predictions on an example."""
     small, large = (sum(parameter.numel() for parameter in each.parameters()) for each in (network, whole))
     if width < 1 and small >= large:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`check`: the proof, on an example, that each member of a multitude computes and learns what it would alone."""
+"""`check`: verify on an example that each member of a multitude computes and learns as it would alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from multitudes.core.shared import SharedMembers
 
 @dataclass(frozen=True)
 class Checked:
-    """The comparisons that `check` has made, a sentence each."""
+    """The comparisons that `check` has made, one sentence each."""
 
     compared: list[str] = field(default_factory=list)
 
@@ -35,13 +35,13 @@ class Checked:
 
 
 def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
-    """Prove a multitude right on an example, or raise a ValueError that says where it is wrong; says what it compared.
+    """Verify a multitude on an example and return the comparisons; raise a ValueError that names the first difference.
 
-    In evaluation and in training, each member's prediction must equal that of `net.member(i)` alone, and so must its
-    gradients, and in training what its run makes of buffers. Where members share no weight, no prediction may depend
-    on another member's weights: with one member's weights set to NaN, the others' are the same. Every runner that can
-    run the network is checked. Noise is off for that. Where layers draw, draws must differ, and a seed repeat them.
-    `net` is left as it was.
+    In evaluation and in training, each member's predictions and gradients must equal those of `net.member(i)` alone,
+    and so must its buffers after training runs. If members share no weight, no prediction may depend on another
+    member's weights: with one member's weights set to NaN, the others' predictions stay the same. Every runner that can
+    run the network is checked, without noise. If layers draw, draws must differ, and a seed must repeat them. `net`
+    does not change.
 
     >>> from multitudes.methods.deep_ensemble import deep_ensemble
     >>> print(check(deep_ensemble(nn.Linear(3, 2), members=2), torch.randn(4, 3)))
@@ -57,7 +57,7 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
     compared: list[str] = []
     for runner in RUNNERS[1:] if isinstance(net, Members) else ("auto",):
         with warnings.catch_warnings(), suppress(_Refused):
-            warnings.simplefilter("ignore")  # a quick way that is not taken is no fault
+            warnings.simplefilter("ignore")  # a fast runner that is not used is no problem
             compared += _Proof(net, example, tolerance, runner).run()
     if stochastic_layers(net.network):
         _check_draws(copied(net).eval(), example)
@@ -66,11 +66,11 @@ def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
 
 
 Measured = dict[str, Tensor]
-"""A member's predictions, gradients and buffers, by what they are called."""
+"""A member's predictions, gradients and buffers, by name."""
 
 
 class _Refused(Exception):
-    """The runner does not run this network, and so is never used."""
+    """The runner refuses this network, and thus is never used."""
 
 
 @dataclass
@@ -81,8 +81,8 @@ class _Proof:
     runner: str
 
     def run(self) -> list[str]:
-        """Compare the whole multitude with its members, and return the comparisons, a sentence each."""
-        self._together(training=False)  # whether the runner takes the network at all
+        """Compare the whole multitude with its members; return the comparisons, one sentence each."""
+        self._together(training=False)  # raises if the runner refuses the network
         modes = (False, True) if isinstance(self.net, (Members, SharedMembers)) or self.net.members == 1 else (False,)
         for training in modes:
             self._compare(training)
@@ -96,7 +96,7 @@ class _Proof:
         return compared
 
     def _together(self, training: bool, poisoned: int | None = None) -> list[Measured]:
-        """Run the whole multitude, perhaps with NaN for all weights that belong to one member alone."""
+        """Run the whole multitude, if `poisoned` with NaN for all weights that belong to that member alone."""
         one = copied(self.net).train(training)
         for tensor in [] if poisoned is None else _tensors_of_member(one, poisoned):
             if tensor.is_floating_point() or tensor.is_complex():
@@ -113,14 +113,14 @@ class _Proof:
                 raise
 
     def _alone(self, index: int, training: bool) -> Measured:
-        """Run a member by itself."""
+        """Run one member alone."""
         member = copied(self.net.member(index)).train(training)
         run = partial(member, draws=0) if isinstance(member, Multitude) else partial(call, member)
         with self._quiet(member):
             return self._measured([member], lambda x: run(x).unsqueeze(0))[0]
 
     def _measured(self, networks: list[nn.Module], run: Callable[[Input], Tensor]) -> list[Measured]:
-        """By member, what is compared, in a network that holds its weights."""
+        """Return what to compare for each member; `networks` hold the members' weights."""
         x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), self.example)
         predictions = run(x)
         # Gradients of a random mixture of each member's predictions, the same for all.
@@ -143,7 +143,7 @@ class _Proof:
 
     @contextmanager
     def _quiet(self, network: nn.Module) -> Iterator[None]:
-        """Turn noise off, and let batch norms of members that share weights use their running statistics."""
+        """Turn noise off; make batch norms of members that share weights use their running statistics."""
         norms = nullcontext() if isinstance(self.net, Members) else running_statistics(network)
         with torch.enable_grad(), plain_attention(), expecting(network), Redrawn(STILL), norms:
             yield
@@ -156,10 +156,10 @@ class _Proof:
             both = [n for n in mine if n in alone and ("gradient" not in n or mine[n].shape == alone[n].shape)]
             steepest = max([1.0, *(_largest(alone[name]) for name in both if "gradient" in name)])
             for name in both:
-                # Rounding adds up on the way back, so gradients are seen beside the largest of them.
+                # Rounding errors add up in the backward pass: measure gradients relative to the largest.
                 got, want = mine[name], alone[name]
                 scale = 10 * steepest if "gradient" in name else max(1.0, _largest(want[want.isfinite()]))
-                # Infinities that are equal, as masks have them, differ by nothing.
+                # Equal infinities, as in masks, do not differ.
                 error = _largest(torch.where(got == want, 0, got - want)) if got.shape == want.shape else math.nan
                 if not error <= self.tolerance * scale:
                     where = f"member {index} differs from itself alone in {mode}"
@@ -178,7 +178,7 @@ class _Proof:
 
 
 def _tensors_of_member(net: Multitude, index: int) -> list[Tensor]:
-    """The values of the parameters that belong to one member alone."""
+    """Return the data of the parameters that belong to one member alone."""
     if isinstance(net, Members):
         shared = {id(parameter) for _, parameter in net._shared}
         return [parameter.data for parameter in net.network[index].parameters() if id(parameter) not in shared]

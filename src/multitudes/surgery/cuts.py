@@ -1,7 +1,7 @@
 """Cuts: smaller layers of the same class, with the kept channels' weights.
 
-Torch's own classes are known. The channels of any other class are observed: one with nothing but a matrix and a vector
-may compute an affine map, and one with a number for each channel may treat its channels independently, as norms do.
+Torch's own classes are built in. Other classes are observed in a run: one with exactly a matrix and a vector may
+compute an affine map, and one with a number for each channel may treat its channels independently, as norms do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLLOWING: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS, nn.Grou
 _NUMBERS = ("num_features", "num_channels", "num_parameters")
 _INPUTS = ("in_features", "in_channels", "num_embeddings", "embed_dim", *_NUMBERS)
 _OUTPUTS = ("out_features", "out_channels", "embedding_dim", "embed_dim")
-"""How torch's layers call their widths."""
+"""The names of widths in torch's layers."""
 
 
 class CannotNarrow(ValueError):
@@ -42,33 +42,33 @@ class CannotNarrow(ValueError):
 
 
 def scaled(value: int, factor: float) -> int:
-    """A width or a number of heads at a fraction of its size, rounded up."""
+    """Return a width or a number of heads at a fraction of its size, rounded up."""
     return math.ceil(round(value * factor, 9))
 
 
 @dataclass(frozen=True)
 class Form:
-    """How many channels a layer reads and makes, and their axis; none are made where the layer is not known."""
+    """The number of channels that a layer reads and makes, and their axis; 0 outputs for unknown layers."""
 
     inputs: int = 0
     outputs: int = 0
     axis: int = -1
     follows: bool = False
-    """Whether its outputs are its inputs' channels."""
+    """True if its outputs are its inputs' channels."""
     affine: AffineMap | None = None
-    """The map that a layer of another class computes, as Hugging Face's `Conv1D` does."""
+    """The map that a layer of another class computes, such as Hugging Face's `Conv1D`."""
     dims: int = 0
-    """How many dimensions the inputs of a layer of another class have, which follows channels, as norms do."""
+    """The rank of the inputs of a layer of another class that follows channels, as norms do."""
 
     @property
     def makes(self) -> bool:
-        """Whether a layer makes channels of its own, in a way that is known and can be cut."""
+        """True if a layer makes its own channels, in a known way that can be cut."""
         return self.outputs > 0 and not self.follows
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What is left of one layer: the indices of its kept inputs and outputs, and its gamma."""
+    """The rest of one layer: the indices of its kept inputs and outputs, and its gamma."""
 
     inputs: Tensor
     outputs: Tensor
@@ -83,12 +83,12 @@ class Cut:
 
     @property
     def indices(self) -> tuple[Tensor, ...]:
-        """What is kept of all inputs, and of the outputs."""
+        """The kept indices of all inputs, and of the outputs."""
         return (self.inputs, *self.others, self.outputs)
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer of `groups` groups, `[..., I] -> [..., O]`, each of which sees its own share of the inputs."""
+    """A linear layer of `groups` groups, `[..., I] -> [..., O]`, each on its own share of the inputs."""
 
     def __init__(self, in_features: int, out_features: int, groups: int, bias: bool = True) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[1])  # as nn.Linear's, for the inputs that an output sees
+        bound = 1 / math.sqrt(self.weight.shape[1])  # as for nn.Linear, with an output's own inputs
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
@@ -112,7 +112,7 @@ class GroupedLinear(nn.Module):
 
 
 def form_of(layer: Any) -> Form:
-    """The channels of a layer: by its class where that is torch's own, else by what is observed of it."""
+    """Return the channels of a layer: by class for torch's own, otherwise by observation."""
     if _inherits(layer, LAST_NORMS):
         width = int(layer.normalized_shape[0])
         return Form(width, width, -len(layer.normalized_shape), follows=True)
@@ -132,29 +132,29 @@ def _width(layer: Any, names: tuple[str, ...]) -> int:
 
 
 def _inherits(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a layer runs the `forward` of one of these classes."""
+    """Return whether a layer runs the `forward` of one of these classes."""
     return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in kinds)
 
 
 def is_attention(layer: nn.Module) -> bool:
-    """Whether a layer is torch's own attention, with weights of its own."""
+    """Return whether a layer is torch's own attention, with its own weights."""
     return kind_of(layer) is nn.MultiheadAttention and not is_changed(layer)
 
 
 def attention_maps(layer: Any) -> Sequence[Tensor]:
-    """The matrices `[E, I]` that make attention's queries, keys and values."""
+    """Return the matrices `[E, I]` of attention's queries, keys and values."""
     if layer._qkv_same_embed_dim:
         return tuple(layer.in_proj_weight.data.chunk(3))
     return [getattr(layer, f"{each}_proj_weight").data for each in "qkv"]
 
 
 def is_depthwise(layer: Any) -> bool:
-    """Whether each output channel sees one input channel alone, so that its outputs are its inputs'."""
+    """Return whether each output channel depends on one input channel alone, so that outputs follow inputs."""
     return isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) and layer.groups == layer.in_channels > 1
 
 
 def cut_layer(layer: Any, cut: Cut, name: str) -> nn.Module:
-    """A smaller layer of the same class, with the kept channels' weights."""
+    """Return a smaller layer of the same class, with the kept channels' weights."""
     form, small = form_of(layer), copied(layer)
     if is_attention(layer):
         return _cut_attention(layer, small, cut, name)
@@ -188,7 +188,7 @@ def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
 
 
 def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
-    """`[O', I'/groups, ...]` of a layer's `[O, I/G, ...]`."""
+    """Cut a layer's weight `[O, I/G, ...]` to `[O', I'/groups, ...]`."""
     weight, own = layer.weight.data, getattr(layer, "groups", 1)
     transposed = isinstance(layer, TRANSPOSED)
     if transposed:
@@ -205,7 +205,7 @@ def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
 
 
 def _cut_attention(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
-    """Attention of fewer heads: each of its maps makes the channels that it gives, or reads them."""
+    """Return attention of fewer heads; each projection keeps the channels of these heads."""
     kept, width, inputs = cut.outputs, len(cut.outputs), (cut.inputs, *cut.others)
     if len(cut.inputs) != width:
         raise CannotNarrow(
@@ -234,12 +234,12 @@ def _cut_attention(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
 
 
 def norm_groups(layer: nn.GroupNorm, width: int) -> int:
-    """The most groups, up to the layer's own, that divide a width."""
+    """Return the largest number of groups, up to the layer's own, that divides a width."""
     return next(g for g in range(layer.num_groups, 0, -1) if width % g == 0)
 
 
 def _cut_following(layer: Any, small: Any, kept: Tensor, name: str) -> nn.Module:
-    """A smaller norm, or another layer with numbers for each channel."""
+    """Return a smaller norm, or another smaller layer with numbers for each channel."""
     form, count = form_of(layer), len(kept)
     if form.inputs == 1:  # one number for all channels
         return small
@@ -267,10 +267,10 @@ _others: WeakKeyDictionary[nn.Module, Form] = WeakKeyDictionary()
 
 
 def _form_of_other(layer: Any) -> Form:
-    """Observe a layer of another class: it computes an affine map, or it follows its channels, as norms and scales do.
+    """Observe whether a layer of another class computes an affine map, or follows its channels, as norms do.
 
-    A layer that follows has a number for each channel in each of its parameters, and with permuted channels and numbers
-    it gives the permuted output.
+    A layer that follows has a number for each channel in each of its parameters; if channels and numbers are permuted,
+    so is its output.
     """
     parameters = [p for p in layer._parameters.values() if p is not None]
     if not parameters or kind_of(layer) is not None:
@@ -294,14 +294,14 @@ def _permutes(layer: nn.Module, form: Form) -> bool:
     try:
         y = _answer(layer, values, x)
         z = _answer(layer, [value[order] for value in values], x.index_select(form.axis, order))
-    except Exception:  # whatever a user's own code may raise: it is no layer of this kind
+    except Exception:  # any error of the user's code: not a layer of this kind
         return False
     same = isinstance(y, Tensor) and isinstance(z, Tensor) and y.shape == x.shape == z.shape
     return same and torch.allclose(y.index_select(form.axis, order), z, equal_nan=True)
 
 
 def _probe(layer: nn.Module, form: Form, width: int) -> tuple[Tensor, list[Tensor]]:
-    """An input of some width, and as many numbers for each of a layer's parameters."""
+    """Return an input of some width, and as many numbers for each of a layer's parameters."""
     generator, shape = torch.Generator().manual_seed(0), [2, 3, 3, 3][: form.dims]
     shape[form.axis] = width
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -309,7 +309,7 @@ def _probe(layer: nn.Module, form: Form, width: int) -> tuple[Tensor, list[Tenso
 
 
 def _answer(layer: nn.Module, values: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The output of a bare copy of a layer whose parameters have other values."""
+    """Return the output of a bare copy of a layer whose parameters have other values."""
     bare = copied(layer).cpu().double().eval()
     bare._forward_hooks.clear()
     bare._forward_pre_hooks.clear()
@@ -321,7 +321,7 @@ def _answer(layer: nn.Module, values: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def _cut_map(layer: Any, small: Any, affine: AffineMap, cut: Cut, name: str) -> nn.Module:
-    """A smaller layer that computes its affine map; whole numbers that it holds of its widths follow."""
+    """Return a smaller layer with its affine map; adapt integer attributes that are equal to its widths."""
     weight = layer.weight.data
     for axis, kept in ((affine.inputs, cut.inputs), (affine.outputs, cut.outputs)):
         weight = weight.index_select(axis, kept.to(weight.device))
@@ -338,9 +338,9 @@ def _cut_map(layer: Any, small: Any, affine: AffineMap, cut: Cut, name: str) -> 
 
 @torch.no_grad()
 def _follow_width(layer: nn.Module, small: nn.Module, count: int, name: str) -> nn.Module:
-    """Set a norm's width, where it holds that or a root of it.
+    """Set a norm's width attribute, if it has one: the width itself or a root of it.
 
-    Both must give the same for channels that repeat, so that neither counts its channels.
+    Both layers must return the same for repeated channels, so that neither depends on their number.
     """
     form, answers = form_of(layer), []
     width = form.inputs

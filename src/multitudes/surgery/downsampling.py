@@ -1,8 +1,8 @@
 """Find where a network makes its feature maps smaller, in one run on an example.
 
-A strided convolution or a pooling layer makes a map smaller. Where a block does so along several paths at once, as
-residual blocks do, the whole block is one down-sampling. That is not read off its code but observed: NaN is put into
-the block, zeros in place of what its strided layer gives, and where NaN comes out there is another path.
+A strided convolution or a pooling layer makes a map smaller. If a block does so along several paths at once, as
+residual blocks do, the whole block is one down-sampling. This is observed: the block's input is NaN, its strided layer
+returns zeros, and a NaN in the output reveals another path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 class MedianPool(nn.Module):
-    """The median of each feature map: `[B, C, H, W] -> [B, C, 1, 1]`; of an even number, the middle two's mean."""
+    """The median of each feature map, `[B, C, H, W] -> [B, C, 1, 1]`; the mean of the middle two if even."""
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.flatten(2).sort(-1).values
@@ -40,41 +40,41 @@ LAYERS = (*PRODUCTS, *POOLINGS, *GLOBAL, *NORMS)
 
 @dataclass(eq=False)
 class Step(Call):
-    """One call of a module while the network ran, with the layers that ran before."""
+    """One call of a module in a run, with the layers before it."""
 
     inside: tuple[Step, ...]
-    start: int = 0  # how many layers had run before
-    feeder: Step | None = None  # the layer whose output it read, where it read one as it was
+    start: int = 0  # number of layers that ran before
+    feeder: Step | None = None  # the layer whose output it read, unchanged
     previous: Step | None = None  # the layer that ran last
 
     @property
     def input(self) -> Any:
-        """Its first argument."""
+        """The first argument."""
         return self.args[0] if self.args else None
 
     @property
     def on_map(self) -> bool:
-        """Return whether it reads a feature map, `[B, C, H, W]`."""
+        """True if it reads a feature map, `[B, C, H, W]`."""
         return isinstance(self.input, Tensor) and self.input.dim() == 4 and self.input.is_floating_point()
 
     @property
     def has_weights(self) -> bool:
-        """Return whether it computes with weights of its own, norms aside."""
+        """True if it has weights, except norms."""
         return not isinstance(self.module, NORMS) and any(True for _ in self.module.parameters())
 
     @property
     def pools(self) -> bool:
-        """Return whether it is a pooling layer."""
+        """True for a pooling layer."""
         return isinstance(self.module, (*POOLINGS, *GLOBAL)) and self.on_map
 
     @property
     def gives_one_value(self) -> bool:
-        """Return whether it is a pooling layer that gives one value for each map."""
+        """True for a pooling layer that returns one value per map."""
         return self.pools and isinstance(self.output, Tensor) and self.output[0, 0].numel() == 1
 
     @property
     def passes_on(self) -> bool:
-        """Return whether it is a norm, an activation, a dropout, a padding: no new features, no pooling."""
+        """True for norms, activations, dropout, padding: no new features, no pooling."""
         if self.pools or isinstance(self.module, PRODUCTS):
             return False
         same = isinstance(self.output, Tensor) and self.on_map and self.output.shape == self.input.shape
@@ -82,7 +82,7 @@ class Step(Call):
 
     @property
     def downsamples(self) -> bool:
-        """Return whether it is a strided convolution or a pooling layer, even of a single pixel."""
+        """True for a strided convolution or a pooling layer, even on a single pixel."""
         if not self.on_map:
             return False
         if isinstance(self.module, (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d)):
@@ -91,7 +91,7 @@ class Step(Call):
         return self.pools and (self.gives_one_value or smaller(self.output, self.input))
 
     def behind(self) -> Iterator[Step]:
-        """The layers before this one, each the one that gave the next its input, or else ran last before it."""
+        """Yield the layers before this one: each made the input of the next, or else ran just before it."""
         before = self.feeder or self.previous
         while before is not None:
             yield before
@@ -105,10 +105,10 @@ def smaller(output: Any, input: Any) -> bool:
 
 
 class Run:
-    """One run of a network in evaluation: its layers' calls in order, and those of its blocks.
+    """One run of a network in evaluation: the calls of its layers and blocks, in order.
 
-    A layer is a module without children, or one that torch's parametrisations or a subclass gave some. What runs is a
-    copy of the network, which may keep something of what it is made to see.
+    A layer is a module without children, or whose only children come from torch's parametrizations or a subclass. The
+    run uses a copy of the network, which may store something.
     """
 
     def __init__(self, model: nn.Module, example: Input) -> None:
@@ -128,26 +128,26 @@ class Run:
                 self._steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
             elif isinstance(call.module, LAYERS) or not any(True for _ in call.module.children()):
                 self.layers.append(self._steps[call])
-                makers[id(call.output)] = self._steps[call]  # the trace holds all outputs, so that none shares its id
+                makers[id(call.output)] = self._steps[call]  # the trace holds all outputs, so that ids are unique
 
     def calls(self, name: str) -> list[Step]:
-        """The calls of a module."""
+        """Return the calls of a module."""
         module = self.model.get_submodule(name)
         return [seen for seen in self._steps.values() if seen.module is module]
 
     def reads_input(self, seen: Step) -> bool:
-        """Return whether it reads the network's own input, and not yet what a layer with weights has made of it."""
+        """Return whether a layer reads the network's own input, before any layer with weights."""
         if any(seen.input is given for given in self.inputs):
             return True
         return not any(layer.has_weights for layer in self.layers[: seen.start])
 
 
 def downsamplings(run: Run) -> list[str]:
-    """The layers and blocks that make feature maps smaller, in the order in which they run.
+    """Return the layers and blocks that make feature maps smaller, in the order in which they run.
 
-    Left out are those that read the network's own input; poolings that go on where another down-sampling left off,
-    such as the max-pool of a stem; the global poolings of gates (squeeze-and-excitation); and the global
-    pooling of pre-activation networks, whose last norm stands alone between blocks and head.
+    Omitted are those that read the network's own input; poolings that continue another down-sampling, such as the
+    max-pool of a stem; the global poolings of gates (squeeze-and-excitation); and the global pooling of pre-activation
+    networks, whose last norm stands alone between blocks and head.
     """
     places: dict[str, None] = {}
     for seen in run.layers:
@@ -160,7 +160,7 @@ def downsamplings(run: Run) -> list[str]:
 
 
 def _continues(run: Run, seen: Step) -> bool:
-    """A pooling right after another pooling; or one that is not global, right after a first strided convolution."""
+    """Return whether it is a pooling right after a pooling, or a local one right after a first strided convolution."""
     origin = next((before for before in seen.behind() if not before.passes_on), None)
     if isinstance(seen.module, nn.Conv2d) or origin is None or not origin.downsamples:
         return False
@@ -169,7 +169,7 @@ def _continues(run: Run, seen: Step) -> bool:
 
 
 def _after_lone_norm(seen: Step) -> bool:
-    """A global pooling whose last norm reads what no layer gave: a sum of branches, as in pre-activation networks."""
+    """Return whether it is a global pooling whose last norm reads a sum of branches, as in pre-activation networks."""
     norm = next((b for b in seen.behind() if isinstance(b.module, NORMS) or not b.passes_on), None)
     if not seen.gives_one_value or norm is None or not isinstance(norm.module, NORMS):
         return False
@@ -180,7 +180,7 @@ def _after_lone_norm(seen: Step) -> bool:
 
 
 def _place(seen: Step) -> str | None:
-    """The layer itself, or the innermost block of which it is one of several paths; None inside a gate."""
+    """Return the layer itself, or the innermost block in which it is one of several paths; None inside a gate."""
     for block in reversed(seen.inside):
         if not block.on_map or not has_other_path(block, seen.module):
             continue
@@ -193,7 +193,7 @@ def _place(seen: Step) -> str | None:
 
 
 def has_other_path(block: Step, layer: nn.Module) -> bool:
-    """Return whether a block's input reaches its output around a layer: NaN gets through."""
+    """Return whether a block's input reaches its output around a layer: whether NaN gets through."""
     others = {name for name, module in block.module.named_modules(remove_duplicate=False) if module is layer}
     with (
         observing(block.module),

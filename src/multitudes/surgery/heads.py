@@ -1,4 +1,4 @@
-"""The output layers of a network: those after which no other layer with weights comes."""
+"""The output layers of a network: those that no other layer with weights follows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from multitudes.surgery.observe import example_for
 
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
-    """The names of a network's output layers: those that `heads` selects, or those that are found.
+    """Return the names of a network's output layers: those that `heads` selects, or those that a run finds.
 
-    They are found by running the network on `example`, or on noise of a size that fits it. A Hugging Face model's are
-    the layers beside its base model.
+    The run uses `example`, or noise of a size that fits. In a Hugging Face model they are the layers next to its base
+    model.
     """
     if heads is not None:
         kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
@@ -33,7 +33,7 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
 
 
 def _beside_base_model(network: nn.Module) -> list[str]:
-    """The children with weights beside a Hugging Face model's base model, also of a network that only wraps it."""
+    """Return the children with weights next to a Hugging Face model's base model, also in a wrapper of it."""
     children = {name: child for name, child in network.named_children() if any(True for _ in child.parameters())}
     if not hasattr(type(network), "base_model_prefix") and len(children) == 1 and not network._parameters:
         return [f"{name}.{inner}" for name, child in children.items() for inner in _beside_base_model(child)]
@@ -56,15 +56,15 @@ def _found(network: nn.Module, example: Input | None) -> list[str]:
 
 
 def final_layers(network: nn.Module, example: Input) -> list[str]:
-    """The names of the layers whose weights reach a network's prediction without another layer between."""
+    """Return the names of the layers whose weights reach a network's prediction without another layer in between."""
     return _observed(network, example, lambda answer: _outputs(prediction_in(answer, network)))
 
 
 def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor | None] | None = None) -> list[str]:
-    """The layers whose weights reach the output, or what `read` gives of it, without another layer between.
+    """Return the layers whose weights reach the output, or `read` of it, without another layer in between.
 
-    What a layer with weights is called with is cut off from what made it, so that the gradient of the network's output
-    reaches the last ones alone. A weight that several layers share counts for the one that runs last.
+    The inputs of layers with weights are detached, so that the gradient of the network's output reaches the last layers
+    only. A weight that several layers share counts for the one that runs last.
     """
     owned = {name: _own_weights(m) for name, m in network.named_modules() if "parametrizations" not in name.split(".")}
     owners = [name for name, own in owned.items() if own]
@@ -95,7 +95,7 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
 
 
 def _own_weights(layer: nn.Module) -> list[nn.Parameter]:
-    """A layer's own parameters of two axes or more, those that its weights are computed from included."""
+    """Return a layer's own parameters of rank 2 or more, including those that its weights are computed from."""
     own = list(layer.parameters(recurse=False))
     if parametrize.is_parametrized(layer):
         own += list(layer.get_submodule("parametrizations").parameters())
@@ -103,7 +103,7 @@ def _own_weights(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _outputs(output: Any) -> Tensor | None:
-    """The sum of all that a network answers with, or of its `logits`; None where no gradient can be taken of it."""
+    """Return the sum of a network's outputs, or of its `logits`; None if it has no gradient."""
     output = getattr(output, "logits", output)
     if isinstance(output, Tensor):
         return (torch.view_as_real(output) if output.is_complex() else output).sum() if output.requires_grad else None
@@ -113,7 +113,7 @@ def _outputs(output: Any) -> Tensor | None:
 
 
 def _check(network: nn.Module, names: list[str]) -> None:
-    """Heads must be free to be drawn anew, and nobody else's."""
+    """Raise an error if the heads are all frozen, or share a parameter with another layer."""
     inside = {id(p): p for name in names for p in network.get_submodule(name).parameters()}
     if not any(p.requires_grad for p in inside.values()):
         raise ValueError(f"heads: {', '.join(map(repr, names))} must have weights that are trained, and all are frozen")

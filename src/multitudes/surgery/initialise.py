@@ -1,8 +1,9 @@
-"""Initialise a network again: each layer, and each network, by its own rule; frozen tensors keep their values.
+"""Reinitialise a network: each layer and each network by its own rule; frozen tensors keep their values.
 
 A user's constructor may draw weights with another deviation, start gains at zero, or set forget gates to one. Each
 layer's own rule would undo that. So the values of a given network are compared with those that its rules draw:
-constants stay, and draws get the mean and deviation that they had. A function that builds the network needs none of it.
+constants stay, and draws get the mean and deviation that they had. None of this is needed for a function that builds
+the network.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from multitudes.surgery.layers import within
 
 RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 _SAMPLE = 2**16
-"""The most numbers of a parameter that are compared."""
+"""The maximum number of values of a parameter that are compared."""
 _FEW = 16
 """A parameter with more repeated values than these is a table, not draws and constants."""
 _POWER_ITERATIONS = 100
-"""After which the spectral norm of a new weight is accurate enough for evaluation."""
+"""Enough for the spectral norm of a new weight to be accurate in evaluation."""
 
 
 @torch.no_grad()
 def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Collection[str] | None = None) -> nn.Module:
-    """Initialise a network again, in place, from torch's random state: all of it, or the modules named by `only`.
+    """Reinitialise a network in place, from torch's random state: all of it, or the modules named by `only`.
 
-    Frozen parameters keep their values. `own` lists parameters, by name, that do not start by their layers' rules.
+    Frozen parameters keep their values. `own` holds parameters, by name, that do not start by their layers' rules.
     """
     if isinstance(network, Members):
         for member in network.network:
@@ -58,7 +59,7 @@ def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Colle
 
 
 def _frozen_tensors(network: nn.Module) -> list[Tensor]:
-    """The parameters that are not trained, and the buffers of modules all of whose parameters are not."""
+    """Return frozen parameters, and the buffers of modules whose parameters are all frozen."""
     tensors: dict[int, Tensor] = {id(p): p for p in network.parameters() if not p.requires_grad}
     for module in network.modules():
         if not _is_trained(module):
@@ -67,7 +68,7 @@ def _frozen_tensors(network: nn.Module) -> list[Tensor]:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Return whether some of its parameters are not frozen, or it has none."""
+    """Return whether a module has a trainable parameter, or no parameters."""
     parameters = list(module.parameters())
     return not parameters or any(p.requires_grad for p in parameters)
 
@@ -77,10 +78,10 @@ def _is_trained(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
-    """Let modules initialise themselves, in place, inner ones first: all of them, or those named and what is in them.
+    """Call the initialisers of modules, in place, inner ones first: all modules, or those named and those inside them.
 
-    A module's rule is its `reset_parameters`, its `_reset_parameters`, or an `_init_weights`, which is called for each
-    of the modules inside it where it takes one. A Hugging Face model initialises its own sub-models by their own rules.
+    A module's rule is its `reset_parameters`, its `_reset_parameters`, or an `_init_weights`; if that takes a module,
+    it is called for each module inside. A Hugging Face model initialises its sub-models by their own rules.
     """
     modules = dict(network.named_modules())
     chosen = {id(m) for name, m in modules.items() if only is None or any(within(name, each) for each in only)}
@@ -89,7 +90,7 @@ def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
         if id(module) in chosen:
             with _plain_weights(module) as plain:
                 for rule in filter(None, (_rule(plain, name, 0) for name in RULES)):
-                    # What a rule that fails has not drawn stays as it was, as if it had no rule.
+                    # A rule that fails leaves the rest as it was, as if there were no rule.
                     with suppress(RuntimeError, AttributeError, TypeError, LookupError):
                         rule()
         initialise = _rule(module, "_init_weights", 1)
@@ -100,12 +101,12 @@ def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Return whether a module is a model of Hugging Face's, with a configuration of its own."""
+    """Return whether a module is a Hugging Face model with its own configuration."""
     return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
 
 
 def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | None:
-    """A module's method, where it needs exactly so many arguments."""
+    """Return a module's method, if it requires exactly this many arguments."""
     method = getattr(module, name, None)
     if not callable(method):
         return None
@@ -129,7 +130,7 @@ def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: 
 
 @contextmanager
 def _unmarked(module: nn.Module) -> Iterator[None]:
-    """Take off the marks by which Hugging Face skips what is initialised already, and put them back."""
+    """Remove Hugging Face's marks on initialised modules for the duration of a `with`."""
     mark = "_is_hf_initialized"
     marked = [t for t in [*module.modules(), *module.parameters(), *module.buffers()] if mark in vars(t)]
     before = [getattr(t, mark) for t in marked]
@@ -144,10 +145,10 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _plain_weights(layer: Any) -> Iterator[Any]:
-    """Yield a layer over the same tensors whose computed weights are plain ones; then compute the layer's from them.
+    """Yield a layer over the same tensors whose computed weights are plain; then derive the layer's tensors from them.
 
-    Torch computes weights by parametrizations, and by the hooks that came before these. A layer that computes none is
-    yielded as it is.
+    Torch computes weights by parametrizations, or by the older hooks. A layer without computed weights is yielded
+    itself.
     """
     hooks = computing_hooks(layer)
     parametrized = list(layer.parametrizations) if parametrize.is_parametrized(layer) else []
@@ -173,7 +174,7 @@ def _set_parametrized(layer: Any, name: str, value: Tensor) -> None:
     parametrizations = layer.parametrizations[name]
     try:
         setattr(layer, name, value)
-    except (NotImplementedError, RuntimeError):  # without an inverse, what is computed from starts as the plain weight
+    except (NotImplementedError, RuntimeError):  # without an inverse, use the plain weight as the original
         original = getattr(parametrizations, "original", None)
         if original is not None and original.shape == value.shape:
             original.copy_(value)
@@ -193,25 +194,25 @@ def _compute_by_hook(layer: nn.Module, hook: Any, value: Tensor) -> None:
     hook(layer, ())
 
 
-# -- what other code has initialised -----------------------------------------------------------------------
+# -- initialisation by other code --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Own:
-    """How a parameter starts that does not start by its layer's rule."""
+    """The initialisation of a parameter that does not start by its layer's rule."""
 
     reason: str
     kept: bool = False
     """True if it keeps its value."""
     exact: bool = False
-    """True if it starts as the code that initialised it would have it."""
+    """True if it starts exactly as its own code initialises it."""
     constants: tuple[complex, ...] = ()
-    """Values that stay where they are; the others are drawn by the rule, then scaled and shifted."""
+    """Values that stay; the others are drawn by the rule, then scaled and shifted."""
     scale: float = 1.0
     shift: complex = 0.0
 
     def settle(self, parameter: Tensor, before: Tensor) -> None:
-        """Change what the layer's rule has drawn, in place."""
+        """Correct the values that the layer's rule has drawn, in place."""
         if self.kept:
             parameter.copy_(before)
             return
@@ -221,20 +222,19 @@ class Own:
 
 @torch.no_grad()
 def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
-    """Compare a network with what its rules make of a copy. Random states are left as they were.
+    """Compare a network with what its rules make of a copy. Random states are restored.
 
-    Return the parameters, by name, that do not start by their layers' rules, and why the network looks trained, in
-    words; None where it does not. The values of a trained network do not show how they were initialised: only its
-    rules are left.
+    Return the parameters, by name, that do not start by their layers' rules, and the reason why the network looks
+    trained, or None. The values of a trained network do not show how they were initialised, so only its rules are used.
     """
-    if any(parameter.is_meta for parameter in network.parameters()):  # which has no values to compare
+    if any(parameter.is_meta for parameter in network.parameters()):  # no values to compare
         return {}, None
     if isinstance(network, Members):
         return judge(network._member(0))
     network = network.network if isinstance(network, Multitude) else network
     other = copied(network)
     for parameter in other.parameters():
-        parameter.copy_(_moved(parameter))  # so that what no rule sets can be told from what it sets as it was
+        parameter.copy_(_moved(parameter))  # shows which values no rule sets
     with seeded(0):
         _run_rules(other)
     own, pairs = {}, {}
@@ -250,7 +250,7 @@ def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
 
 
 def _moved(parameter: Tensor) -> Tensor:
-    """Values that no rule gives."""
+    """Return values that no rule draws."""
     return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
 
 
@@ -262,7 +262,7 @@ def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]
         if isinstance(source, str) and source:
             return f"its weights come from {source!r}"
         mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
-        # A few batches may have been run to see shapes.
+        # A few batches may have run to infer shapes.
         if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):
             return f"layer {name!r} has seen data"
     for name, (given, drawn) in pairs.items():
@@ -273,18 +273,18 @@ def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]
 
 
 def _compared(given: Tensor, drawn: Tensor) -> Own | None:
-    """How a given parameter differs from what its layer's rule has drawn; None where that may be the rule's draw."""
+    """Return how a given parameter differs from its layer's rule; None if the rule may have drawn it."""
     if torch.equal(given, drawn):
         return None
     if _constant(given):
         number = given.flatten()[0].item()
-        # Alone, a number that a rule has drawn is constant too, but has more digits than one that somebody wrote.
+        # A single number drawn by a rule is constant too, but has more digits than one from code.
         written = given.numel() > 1 or f"{number:.3g}" == f"{number:.7g}"
         return Own("one constant", kept=True, exact=True) if written else None
-    if _constant(drawn):  # where the rule gives a constant, training has changed it
+    if _constant(drawn):  # the rule draws a constant, so training changed it
         return None
-    zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in whatever large a table
-    step = given.numel() // _SAMPLE | 1  # odd, so that it goes through all columns
+    zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in a table of any size
+    step = given.numel() // _SAMPLE | 1  # odd, to visit all columns
     given, drawn = given.flatten()[::step], drawn.flatten()[::step]
     constants = tuple(dict.fromkeys([*_repeated(given, drawn), *([0.0] if zeros else [])]))
     if len(constants) > _FEW or (stays := _among(given, constants)).all():
@@ -298,13 +298,13 @@ def _compared(given: Tensor, drawn: Tensor) -> Own | None:
 
 
 def _other_distribution(given: Tensor, drawn: Tensor) -> tuple[float, complex] | None:
-    """The scale and the shift that give draws the mean and deviation of what is given, where these clearly differ."""
+    """Return the scale and the shift from draws to the given mean and deviation, if these clearly differ."""
     count = len(given)
     if count < 8:
         return None
     scale = (given.std() / drawn.std().clamp(min=1e-30)).item()
     apart = abs(given.mean() - drawn.mean()) / torch.maximum(given.std(), drawn.std()).clamp(min=1e-30)
-    # Five standard errors and more, whatever is drawn; a fifth more or less is no other rule in large tensors.
+    # At least five standard errors; in large tensors, a fifth more or less is not another rule.
     if abs(math.log(max(scale, 1e-30))) > max(0.22, 5 / math.sqrt(count)) or (
         apart.item() > max(0.1, 6 * math.sqrt(2 / count))
     ):
@@ -313,7 +313,7 @@ def _other_distribution(given: Tensor, drawn: Tensor) -> tuple[float, complex] |
 
 
 def _repeated(given: Tensor, drawn: Tensor) -> list[float]:
-    """The values that occur more often than they would among draws."""
+    """Return the values that occur more often than among draws."""
     if given.is_complex():
         return []
     most = int(drawn.unique(return_counts=True)[1].max())

@@ -1,9 +1,9 @@
 """Insertion: a copy of a network in which new layers run on the inputs or outputs of some of its layers.
 
-A layer's parent decides how. An `nn.Sequential` that the network calls gets the new layer as a further child, in its
-place, and every layer keeps its name. Anywhere else, and where the network may reach into a Sequential by
-position, the layer is replaced by an `Inserted`, which holds both; then a layer `conv` with weights is found at
-`conv.layer`, while checkpoints with its former names still load.
+A layer's parent decides how. An `nn.Sequential` that the network calls gets the new layer as a further child, and every
+layer keeps its name. Anywhere else, and if the network may index a Sequential by position, the layer is replaced by an
+`Inserted`, which holds both. A layer `conv` with weights is then found at `conv.layer`; checkpoints with its former
+names still load.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from multitudes.surgery.observe import executed
 class Inserted(nn.Sequential):
     """A layer, its child `layer`, and others that run on its input or its output, in the order of the children.
 
-    Whatever else is asked of it (`stride`, `weight`) it asks its layer, since the network's own code may want to
-    know. Only initialisers find that layer by themselves, among the children.
+    Other attributes (`stride`, `weight`) come from the layer, since the network's own code may read them. Initialisers
+    find the layer among the children.
     """
 
     wraps = "layer"
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """The further arguments are the layer's."""
+        """Run the children in order; the further arguments go to the layer."""
         for name, module in self._modules.items():
             input = module(input, *args, **kwargs) if name == "layer" else module(input)
         return input
@@ -43,7 +43,7 @@ class Inserted(nn.Sequential):
         return getattr(children["layer"], name)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take the names that the layer's tensors had before the insertion as well."""
+        """Load tensors under the layer's former names too."""
         names = list(self._modules["layer"].state_dict())
         former = all(prefix + name in state_dict for name in names)
         if former and not all(f"{prefix}layer.{name}" in state_dict for name in names):
@@ -54,12 +54,12 @@ class Inserted(nn.Sequential):
 def before(
     model: nn.Module, new: Mapping[str, nn.Module], *, name: str | None = None, example: Input | None = None
 ) -> nn.Module:
-    """A copy of `model` in which each of the layers in `new`, by name, has its new layer run on its input first.
+    """Return a copy of `model` in which each layer in `new`, by name, gets its new layer on its input.
 
-    The new layer's own name is `name`, by default that of its class in lower case, with a number where it is taken.
-    With an `example`, one batch of inputs, one run shows which Sequentials the network calls, and so may get
-    children; without one, none does. A layer that is used in several places has the new layer in all of them. New
-    layers are used as they are, in the mode of the layers that they join; all other modes are kept.
+    The new layer's own name is `name`, by default its class name in lower case, with a number if it is taken. With an
+    `example`, one batch of inputs, one run shows which Sequentials the network calls, and thus may get children;
+    without one, none does. A layer that is used in several places has the new layer in all of them. New layers are used
+    as they are, in the mode of the layers that they join; all other modes are kept.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -77,7 +77,7 @@ def before(
 def after(
     model: nn.Module, new: Mapping[str, nn.Module], *, name: str | None = None, example: Input | None = None
 ) -> nn.Module:
-    """Do as `before`, but run the new layers on the outputs of the layers.
+    """Do the same as `before`, but run the new layers on the outputs of the layers.
 
     >>> class Net(nn.Module):
     ...     def __init__(self) -> None:
@@ -110,9 +110,9 @@ def _insert(
     running = [] if example is None else executed(model, example, (nn.Sequential,))
     called = {id(model.get_submodule(sequential)) for sequential in running}
     memo: dict[int, Any] = {}
-    copies: dict[int, nn.Module] = {}  # of the layers themselves, where the memo has what stands in their place
+    copies: dict[int, nn.Module] = {}  # copies of layers that the memo replaces
     children: list[tuple[nn.Module, str, nn.Module]] = []
-    # A layer comes after those inside it, which its copy must hold as they will be.
+    # Inner layers first: a copy of the outer layer includes them.
     for path in sorted(new, key=lambda path: sum(1 for _ in model.get_submodule(path).modules())):
         layer = model.get_submodule(path)
         added = new[path].train(layer.training)
@@ -127,12 +127,12 @@ def _insert(
         _add_child(copies.get(id(owner), memo.get(id(owner))), child, added, offset, name)
     for module in whole.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # else it reads the weights of its layers instead of calling them
+            module.activation_relu_or_gelu = 0  # fast path: reads the weights of its layers instead of calling them
     return whole
 
 
 def _homes(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that each module is a child of, as often as it is."""
+    """Return the parents of each module, one entry for each place."""
     homes: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for child in module._modules.values():
@@ -142,15 +142,15 @@ def _homes(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _joined(layer: nn.Module, added: nn.Module, offset: int, name: str | None) -> Inserted:
-    """The layer and the new one; further ones join an `Inserted` that is there already."""
+    """Join a layer and a new one in an `Inserted`; further ones join an existing one."""
     joined = layer if isinstance(layer, Inserted) else Inserted(OrderedDict(layer=layer))
-    joined.training = layer.training  # not of what is inside, parts of which may be frozen
+    joined.training = layer.training  # children may be frozen in another mode
     _add_child(joined, list(joined._modules)[-offset], added, offset, name)
     return joined
 
 
 def _add_child(parent: Any, child: str, added: nn.Module, offset: int, name: str | None) -> None:
-    """Make `added` the neighbour of a child, in place: before it, or after it with `offset` 1."""
+    """Insert `added` next to a child, in place: before it, or after it with `offset` 1."""
     base = name or type(added).__name__.lower()
     fresh, number = base, 1
     while hasattr(parent, fresh):

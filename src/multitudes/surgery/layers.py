@@ -1,4 +1,4 @@
-"""Select a network's layers and replace them in a copy; what every method asks of its first arguments."""
+"""Select a network's layers and replace them in a copy; check the first arguments of methods."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from multitudes.core.copying import copied
 from multitudes.core.multitude import Multitude, plain
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Layers: None for a method's default, a regular expression matched against the whole qualified name, a
-list of names or dotted suffixes, or a function of `(name, module)`."""
+"""Layers: None for a method's default, a regular expression for the whole qualified name, a list of names or dotted
+suffixes, or a function of `(name, module)`."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -38,9 +38,9 @@ def select(
     kinds: tuple[type[nn.Module], ...] | Mapping[str, nn.Module],
     argument: str = "layers",
 ) -> dict[str, nn.Module]:
-    """The layers of `model` that `layers` selects of those of some `kinds`, or of those given, by qualified name.
+    """Return the layers that `layers` selects among those of some `kinds`, or among given ones, by qualified name.
 
-    Errors call the selector by the name of the argument that it is.
+    Errors name the selector by `argument`.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> list(select(model, None, (nn.Linear,)))
@@ -101,7 +101,7 @@ def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], arg
 
 
 def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of `model` in which the named layers are others. The model itself is left as it was.
+    """Return a copy of `model` in which the named layers are replaced. The model itself does not change.
 
     A layer that the network uses in several places is replaced in all of them. Training modes are kept.
     """
@@ -113,15 +113,15 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     replaced = copied(model, memo)
     for module in replaced.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            # In evaluation it would read the weights of its linear layers instead of calling them.
+            # Its fast path in evaluation reads the weights of its linear layers instead of calling them.
             module.activation_relu_or_gelu = 0
     return replaced
 
 
 def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Module] | None = None) -> None:
-    """A weight that two layers share would be two weights after one of them is replaced, or both by layers apart.
+    """Raise an error if replacing layers would split a weight that two layers share.
 
-    `new` are the layers that take their places, where they are known.
+    `new` holds their replacements, if known.
     """
     new = new or {}
     owners: dict[int, list[str]] = {}
@@ -139,14 +139,14 @@ def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Mo
 
 
 def _share(layers: Sequence[nn.Module]) -> bool:
-    """Return whether layers have a parameter in common."""
+    """Return whether layers have a common parameter."""
     return bool(set.intersection(*[{id(parameter) for parameter in layer.parameters()} for layer in layers]))
 
 
 def plain_layer(
     kind: type[nn.Module], layer: nn.Module, weight: Tensor, bias: Tensor | None, omit: Sequence[str] = ()
 ) -> nn.Module:
-    """A layer of torch's own class `kind`, with these weights and with the settings and buffers of `layer`.
+    """Build a layer of torch's own class `kind`, with these weights and with the settings and buffers of `layer`.
 
     `omit` names the settings of `layer` that torch's class does not have.
     """
@@ -165,11 +165,11 @@ def plain_layer(
 
 
 Factory = Callable[[], nn.Module]
-"""A builder of a network: a function without arguments, or the network's class where it needs none."""
+"""A builder of a network: a function without arguments, or a class that needs none."""
 
 
 def built(model: nn.Module | Factory) -> nn.Module:
-    """The network, or where a factory is given, one that it builds."""
+    """Return the network, or one that the factory builds."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
@@ -178,7 +178,7 @@ def built(model: nn.Module | Factory) -> nn.Module:
         inspect.signature(model).bind()
     except TypeError as error:
         raise ValueError(f"model is a function that builds a network, so it must take no arguments: {error}") from error
-    except ValueError:  # of functions written in C nothing is known
+    except ValueError:  # functions in C have no signature
         pass
     network = model()
     if not isinstance(network, nn.Module):
@@ -187,12 +187,12 @@ def built(model: nn.Module | Factory) -> nn.Module:
 
 
 def is_frozen(layer: nn.Module) -> bool:
-    """Return whether a layer has parameters that are not trained, which keep their values whatever is converted."""
+    """Return whether a layer has frozen parameters, which keep their values in any conversion."""
     return any(not parameter.requires_grad for parameter in layer.parameters())
 
 
 def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
-    """A network, or a multitude which only draws, whose network it then returns."""
+    """Return a network after checking it; for a multitude that only draws, return its network."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, or a function that builds one, got {type(model).__name__}")
     if isinstance(plain(model), Multitude) and not nested:

@@ -1,10 +1,10 @@
 """Narrowing: a network of the same kind with its hidden widths scaled down.
 
-Which of a layer's inputs survive depends on what happened between layers: additions, `cat`, `flatten`, pooling.
-Instead of analysing that, it is observed: each layer chooses the channels that it keeps, the others are set
-to NaN, and NaN goes through everything that a network does to channels, so that at the next layer the
-surviving inputs are those that are not NaN. One run on an example gives every layer's kept inputs and outputs
-(`watch`), and one more proves what was made of them.
+Which of a layer's inputs survive depends on the operations between layers: additions, `cat`, `flatten`, pooling. They
+are observed instead of analysed. Each layer chooses the channels that it keeps; the others are set to NaN. NaN goes
+through everything that a network does to channels, so that the surviving inputs of the next layer are those that are
+not NaN. One run on an example finds every layer's kept inputs and outputs (`watch`), and one more verifies the narrowed
+network.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def narrowed_copy(
     example: Input,
     redrawn: bool = False,
 ) -> tuple[nn.Module, dict[str, Cut]]:
-    """The narrowed copy with the kept channels' weights, proven on the example, and every layer's cut, by name.
+    """Return the narrowed copy with the kept channels' weights, verified on the example, and all cuts, by name.
 
-    Channels are chosen at random, from torch's random state. Where weights are `redrawn` after, a Hugging Face model
-    whose channels cannot be followed is the one that its configuration gives.
+    Channels are chosen at random, from torch's random state. If weights are `redrawn` afterwards, a Hugging Face model
+    whose channels cannot be followed is built from its narrowed configuration.
     """
     built = narrower_models(model, factor)
     split = _selected(model, layers)
@@ -77,7 +77,7 @@ def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
             return
 
 
-# -- observed ----------------------------------------------------------------------------------------------
+# -- observation -------------------------------------------------------------------------------------------
 
 
 def _observed_copy(
@@ -89,7 +89,7 @@ def _observed_copy(
     min_channels: int,
     split: set[str],
 ) -> tuple[nn.Module, dict[str, Cut]]:
-    """The narrowed copy by what is observed of the network, and every layer's cut; layers in `split` may be grouped."""
+    """Return the narrowed copy from observation, and every layer's cut; layers in `split` may be grouped."""
     _check_layers(model)
     known = _known(model)
     order = executed(model, example, [name for name, form in known.items() if form.makes])
@@ -101,7 +101,7 @@ def _observed_copy(
         for own, form in _known(network).items()
         if form.makes and (name := f"{prefix}.{own}".strip(".")) in known
     }
-    if counts.get(order[-1], 0) != known[order[-1]].outputs:  # an output layer of the user's own
+    if counts.get(order[-1], 0) != known[order[-1]].outputs:  # the user's own output layer
         counts.pop(order[-1], None)
     twins = _twins(model, known, order)
     watch, whole = _watched(model, example, known, order, factor, counts)
@@ -121,14 +121,14 @@ def _observed_copy(
 def _watched(
     model: nn.Module, example: Input, known: dict[str, Form], order: list[str], factor: float, counts: dict[str, int]
 ) -> tuple[Watch, set[str]]:
-    """Observe every layer's cut and the heads that are kept, and the layers that are not split into groups.
+    """Observe every layer's cut, the kept heads, and the layers that are not split into groups.
 
-    Those are the first, frozen ones, and those that give the output. `counts` are the widths that layers of Hugging
-    Face models have by their configurations.
+    Those are the first layer, frozen ones, and those that make the output. `counts` holds the widths that layers of
+    Hugging Face models have by their configurations.
     """
     found, patterns = observe_attention(model, example, order)
     whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
-    with suppress(ValueError, RuntimeError):  # of code that cannot run with gradients; the proof finds other outputs
+    with suppress(ValueError, RuntimeError):  # some code cannot run with gradients; `prove` finds other outputs
         outputs = final_layers(model, example)
         whole |= {name for name in order if any(within(each, name) for each in outputs)}
     seed = int(torch.randint(2**62, ()))
@@ -142,7 +142,7 @@ def _watched(
 
     with observing(model):
         watch = watched(whole)
-        if frozen := _cut_frozen(model, watch.cuts):  # what it reads must be whole as well
+        if frozen := _cut_frozen(model, watch.cuts):  # its inputs must be whole too
             before = executed(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
             watch = watched(whole)
@@ -150,7 +150,7 @@ def _watched(
 
 
 def _twins(model: nn.Module, known: dict[str, Form], order: list[str]) -> dict[str, str]:
-    """For tables that do not run themselves, the layer that runs with the same weight; any other is refused."""
+    """Map tables that do not run themselves to the layer that runs with their weight; raise an error for any other."""
     owners = {id(p): name for name in order for p in model.get_submodule(name).parameters()}
     twins: dict[str, str] = {}
     for name in [name for name, form in known.items() if form.makes and name not in order]:
@@ -167,21 +167,21 @@ def _twins(model: nn.Module, known: dict[str, Form], order: list[str]) -> dict[s
 
 
 def _known(model: nn.Module) -> dict[str, Form]:
-    """The layers that make channels or follow them, by name; what is inside attention belongs to it."""
+    """Return the layers that make channels or follow them, by name, except those inside attention."""
     inside = {f"{name}.out_proj" for name, module in model.named_modules() if is_attention(module)}
     forms = {name: form_of(module) for name, module in model.named_modules() if name not in inside}
     return {name: form for name, form in forms.items() if form.outputs}
 
 
 def _selected(model: nn.Module, layers: Selector) -> set[str]:
-    """The layers that may be split into groups."""
+    """Return the layers that may be split into groups."""
     known = {name: model.get_submodule(name) for name in _known(model)}
     able = {name: layer for name, layer in known.items() if kind_of(layer) in PRODUCTS}
     return set(select(model, layers, able)) if able or layers is not None else set()
 
 
 def _grouped(name: str, layer: Any, cut: Cut, gamma: int, min_channels: int, heads: HeadChoice) -> Cut:
-    """The cut with the largest gamma, up to the wanted one, that the layer's widths allow."""
+    """Return the cut with the largest gamma, up to the requested one, that the layer's widths allow."""
     inputs, outputs = len(cut.inputs), len(cut.outputs)
     if form_of(layer).follows:
         regrouped = isinstance(layer, nn.GroupNorm) and inputs % layer.num_groups
@@ -197,17 +197,17 @@ def _grouped(name: str, layer: Any, cut: Cut, gamma: int, min_channels: int, hea
     return replaced(cut, gamma=gamma, note=f"{inputs} -> {outputs}, {told}")
 
 
-# -- parameters that stand alone ---------------------------------------------------------------------------
+# -- free parameters ---------------------------------------------------------------------------------------
 
 
 def _along(
     model: nn.Module, example: Input, cuts: Mapping[str, Cut], heads: HeadChoice, built: Mapping[str, nn.Module]
 ) -> Along:
-    """The cuts of parameters: in Hugging Face models to what they are in the narrower ones, elsewhere where they meet
-    channels that are cut.
+    """Return the cuts of parameters outside of layers.
 
-    What such a parameter would lose along the last axis of a width, or of a number of heads, that fits must be what the
-    layers behind it lose, which is observed.
+    In Hugging Face models they follow the narrower model's shapes; elsewhere, the cut channels that the parameters
+    meet. A cut of such a parameter along the last axis with a fitting width, or number of heads, is checked by a run:
+    the next layers must lose the same.
     """
     made = [(model.get_submodule(name), cut.outputs) for name, cut in cuts.items()]
     layers = [(form_of(m).outputs, kept) for m, kept in made if form_of(m).makes and not is_depthwise(m)]
@@ -237,11 +237,11 @@ def _along(
     return fixed | along
 
 
-# -- cut ---------------------------------------------------------------------------------------------------
+# -- cutting -----------------------------------------------------------------------------------------------
 
 
 def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
-    """The copy with smaller layers and parameters; layers that shared a weight share it, where they keep the same."""
+    """Return the copy with smaller layers and parameters; layers that shared a weight still do if cut equally."""
     layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
     small = {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()}
     first: dict[int, nn.Parameter] = {}
@@ -254,7 +254,7 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
                     small[name].register_parameter(own, shared)
     try:
         narrowed = replace(model, small)
-    except ValueError as error:  # of weights that are shared
+    except ValueError as error:  # from shared weights
         raise CannotNarrow(str(error)) from error
     for name, kept in along.items():
         path, _, own = name.rpartition(".")
@@ -266,11 +266,11 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
     return narrowed
 
 
-# -- what cannot be narrowed -------------------------------------------------------------------------------
+# -- limits ------------------------------------------------------------------------------------------------
 
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
-    """The layers with frozen parameters that would lose inputs, in the order in which they run."""
+    """Return the layers with frozen parameters that would lose inputs, in the order in which they run."""
     found = []
     for name, cut in cuts.items():
         layer: Any = model.get_submodule(name)
@@ -296,7 +296,7 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
-    """Warn where most of a narrowed network's parameters stand alone and are as large as they were."""
+    """Warn if most of a narrowed network's parameters are outside of layers and were not cut."""
     shapes = {name: parameter.shape for name, parameter in narrowed.named_parameters()}
     whole = [name for name in standing_alone(model) if model.get_parameter(name).shape == shapes.get(name)]
     size = sum(model.get_parameter(name).numel() for name in whole)
@@ -312,7 +312,7 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
 
 
 def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
-    """The narrowed network with its weights scaled so that activations are as large as the model's."""
+    """Scale the narrowed network's weights so that activations are as large as the model's; return it."""
     if sum(p.numel() for p in narrowed.parameters()) == sum(p.numel() for p in model.parameters()):
         return narrowed
     layers = {name: model.get_submodule(name) for name in cuts}

@@ -1,7 +1,7 @@
-"""Hugging Face's models, narrowed by their own configurations: whole heads of the size that they have.
+"""Narrow Hugging Face's models by their own configurations: whole heads of unchanged size.
 
 A narrower model is built by the model's own class from a narrowed copy of its configuration, so that the configuration
-stays true. Which channels of the model it has is observed, as of any network (`watch`).
+stays true. The channels that it keeps are observed, as for any network (`watch`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WIDTHS = (
     "neck_hidden_sizes", "aspp_out_channels", "word_embed_proj_dim", "pooler_output_size", "pooler_hidden_size",
     "classifier_proj_size", "min_depth", "depth_divisible_by", "depth_divisor",
 )  # fmt: skip
-"""What configurations call widths that no heads bind."""
+"""The names of widths in configurations that do not depend on heads."""
 
 
 def narrowed_config(config: Any, factor: float) -> Any:
-    """A copy of a configuration with its widths scaled by `factor`, rounded up to whole heads of the size they have."""
+    """Copy a configuration with its widths scaled by `factor`, rounded up to whole heads of unchanged size."""
     small = copy.deepcopy(config)
     for name, value in vars(config).items():
         if hasattr(value, "attribute_map") and hasattr(value, "to_dict"):
@@ -42,13 +42,13 @@ def narrowed_config(config: Any, factor: float) -> Any:
             setattr(small, name, follows.get(value, scaled(value, factor)))
     if isinstance(getattr(config, "depth_multiplier", None), (int, float)):
         _narrow_depths(config, small, factor)
-    if isinstance(getattr(config, "width_coefficient", None), (int, float)):  # EfficientNet's
+    if isinstance(getattr(config, "width_coefficient", None), (int, float)):  # EfficientNet
         small.width_coefficient = config.width_coefficient * factor
     return small
 
 
 def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
-    """Set widths that heads make up, one or one for each stage, and the numbers of heads; returns what each became."""
+    """Set widths made of heads, one or one per stage, and the numbers of heads; return the new numbers."""
     heads, shared, size, first = (
         getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "embed_dim")
     )
@@ -81,7 +81,7 @@ def _narrow_heads(config: Any, small: Any, factor: float) -> dict[int, int]:
 
 
 def _narrow_stages(config: Any, small: Any, factor: float, heads: list[int], first: int) -> dict[int, int]:
-    """Stages each of which is twice as wide as the one before, as Swin's: the least first width with whole heads."""
+    """Narrow stages of doubling width, as in Swin: the smallest first width with whole heads."""
     sizes = [first * 2**stage // count for stage, count in enumerate(heads)]
     step = math.lcm(*[size // math.gcd(size, 2**stage) for stage, size in enumerate(sizes)])
     narrow = math.ceil(scaled(first, factor) / step) * step
@@ -94,7 +94,7 @@ def _narrow_stages(config: Any, small: Any, factor: float, heads: list[int], fir
 
 
 def _narrow_depths(config: Any, small: Any, factor: float) -> None:
-    """MobileNets: a factor of all widths. The last may be left out of it where the factor is below one."""
+    """Narrow MobileNets by their factor of all widths. The last layer may be excluded for factors below one."""
     small.depth_multiplier = config.depth_multiplier * factor
     if getattr(config, "finegrained_output", False):
         whole = 1.0 if config.depth_multiplier < 1 else config.depth_multiplier
@@ -106,10 +106,10 @@ def _narrow_depths(config: Any, small: Any, factor: float) -> None:
 
 
 def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str, nn.Module]:
-    """The narrower ones of the Hugging Face models in a network, by name: those whose configurations narrow them.
+    """Return narrower ones of the Hugging Face models in a network, by name, if their configurations narrow them.
 
-    Their weights are drawn anew. One that is frozen as a whole is left as it is; one that is so in part is refused. If
-    a configuration does not build its model, as where an output layer was replaced by others, the parts are narrowed.
+    Their weights are drawn anew. A frozen model is left as it is; a partly frozen one is refused. If a configuration
+    does not build its model, for example because an output layer was replaced, its parts are narrowed instead.
     """
     if factor == 1:
         return {}
@@ -131,14 +131,14 @@ def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str
 
 
 def _built(module: Any, config: Any) -> Any:
-    """A model of the same class from another configuration; None where it is not of the same build, or no narrower."""
+    """Build a model of the same class from another configuration; None if its structure differs or it is as wide."""
     parameters = inspect.signature(type(module).__init__).parameters.values()
-    switches = [p for p in parameters if isinstance(p.default, bool)]  # as of the pooling layer of a part of a model
+    switches = [p for p in parameters if isinstance(p.default, bool)]  # such as the pooling layer of a part of a model
     for given in ({}, *({p.name: not p.default} for p in switches)):
         with seeded(0):
             try:
                 built = type(module)(copy.deepcopy(config), **given)
-            except Exception:  # whatever a model's own code may raise of a configuration that it does not allow
+            except Exception:  # a model may refuse a configuration with any error
                 return None
         if _structure(built) == _structure(module):
             break
@@ -158,18 +158,16 @@ def _structure(network: nn.Module) -> list[Any]:
 
 
 def follow_configs(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Collection[str]) -> None:
-    """Give narrowed Hugging Face models the configurations, sizes and computed buffers of those that were built.
+    """Give narrowed Hugging Face models the configurations, sizes and computed buffers of the built ones.
 
-    Layers of `own` are not of the configuration's widths.
+    Layers in `own` do not have the configuration's widths.
     """
     for name, network in built.items():
         cut: Any = narrowed.get_submodule(name)
         before, after = cut.config, copy.deepcopy(network.config)
         for each, other in network.named_modules():
             module: Any = cut.get_submodule(each)
-            if (
-                type(module) is type(other) and f"{name}.{each}".strip(".") not in own
-            ):  # another one where it is grouped
+            if type(module) is type(other) and f"{name}.{each}".strip(".") not in own:  # differs if it is grouped
                 _take_sizes(f"{type(cut).__name__} of its configuration", each, module, other)
         for module in narrowed.modules():
             held = [key for key, value in vars(module).items() if value is before]
@@ -178,14 +176,14 @@ def follow_configs(narrowed: nn.Module, built: Mapping[str, nn.Module], own: Col
 
 
 def _take_sizes(model: str, name: str, module: nn.Module, other: nn.Module) -> None:
-    """Take the numbers, and the buffers that are computed from a configuration, of a narrower module."""
+    """Copy the numbers, and the buffers computed from a configuration, from a narrower module."""
     for key, parameter in module.named_parameters(recurse=False):
         if parameter.shape != (expected := other.get_parameter(key).shape):
             raise CannotNarrow(
                 f"{f'{name}.{key}'!r} is {list(expected)} in the narrower {model}, and {list(parameter.shape)} by what "
                 "was observed"
             )
-    torchs = type(module).__module__.startswith("torch.nn")  # whose other numbers, as a rate of dropout, are the user's
+    torchs = type(module).__module__.startswith("torch.nn")  # its other numbers, such as a dropout rate, are the user's
     for key, value in vars(other).items():
         sized = type(value) in (int, tuple, list) or (type(value) is float and not torchs)
         if sized and not key.startswith("_") and key in vars(module):

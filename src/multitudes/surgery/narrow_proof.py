@@ -1,4 +1,4 @@
-"""The proof of a narrowing: the narrowed network computes what the model does with its kept channels alone."""
+"""Verify a narrowed network: it must compute what the model does with its kept channels alone."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def prove(
     along: Along | None = None,
     sharpened: Collection[str] = (),
 ) -> None:
-    """Compare a narrowed network with the model on an example, or raise an error that names the layer.
+    """Compare a narrowed network with the model on an example; raise an error that names a layer that differs.
 
-    The model runs at its full width, but each of its layers is the narrowed one, which sees the kept channels and gives
-    its outputs to their places; all other channels are NaN. So what the model's own code does to channels between
-    layers must come to the same in both: every layer's input is compared, and the output. Constants are moved
-    meanwhile, since a norm that starts at zero would hide what is behind it; `along` says how those of parameters that
-    stand alone were cut. Outputs of layers that are `sharpened` are made large: attention by small queries and keys is
-    a mean, in which nobody could tell one head from another.
+    The model runs at its full width, but each layer is replaced by the narrowed one, which reads the kept channels and
+    writes its outputs to their places; all other channels are NaN. So the model's own code between layers must have the
+    same effect in both: every layer's input is compared, and the output. Constants are moved meanwhile, since a norm
+    that starts at zero would hide what follows it; `along` holds the cuts of parameters outside of layers. Outputs of
+    layers in `sharpened` are made large: with small queries and keys attention is a mean, which is the same for all
+    heads.
     """
     with observing(model, narrowed), holding_data(_moved_weights(model, narrowed, cuts, along or {}, sharpened)):
         wanted, want = _at_full_width(model, narrowed, cuts, example)
@@ -69,7 +69,7 @@ def prove(
 
 
 def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
-    """Return whether a network gives finite predictions of the shape of a model's, and runs in training."""
+    """Return whether a network returns finite predictions of the shape of a model's, and runs in training."""
     try:
         with observing(model, network):
             y, want = call(network, example), call(model, example)
@@ -80,7 +80,7 @@ def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
 
 
 def _trouble_in_training(network: nn.Module, example: Input) -> str:
-    """Return the error of a run in training mode, which may take other ways through a network."""
+    """Return the error of a run in training mode, which may take other paths through a network."""
     try:
         with (
             holding(network.modules(), "training", True),
@@ -103,8 +103,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_input(x: Tensor, expected: Tensor) -> bool:
-    """Return whether a layer of the narrowed network sees what it would see in the model."""
-    if x.shape != expected.shape:  # as it is applied to each head: those that are dropped are NaN throughout
+    """Return whether a layer of the narrowed network reads what it would read in the model."""
+    if x.shape != expected.shape:  # if it runs on each head: dropped heads are all NaN
         for axis in range(expected.dim() - 1):
             there = ~expected.isnan().movedim(axis, 0).flatten(1).all(1)
             expected = expected.index_select(axis, there.nonzero()[:, 0])
@@ -132,7 +132,7 @@ def _at_full_width(
 def _moved_weights(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], along: Along, sharpened: Collection[str]
 ) -> dict[nn.Parameter, Tensor]:
-    """Other values for constant parameters, and for layers that attention reads, of both networks."""
+    """Return other values for the constant parameters, and the layers that attention reads, of both networks."""
     moved: dict[nn.Parameter, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for name in cuts:
@@ -162,7 +162,7 @@ def _random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def standing_alone(model: nn.Module) -> list[str]:
-    """The names of parameters that belong to no layer that is cut."""
+    """Return the names of parameters that are in no layer that is cut."""
     alone = {name: module for name, module in model.named_modules() if not form_of(module).outputs}
     named = [
         (name, own) for name, m in alone.items() for own, parameter in m._parameters.items() if parameter is not None

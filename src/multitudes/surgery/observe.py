@@ -1,6 +1,6 @@
-"""Observe a network at work: an input that fits it, its layers in order, what a method reaches of it.
+"""Observe a network in a run: find an input that fits, the order of its layers, and the share that a method reaches.
 
-In some runs layers give something else than they compute.
+`answered` also replaces the outputs of layers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 1
 
 
 def example_for(model: nn.Module, example: Input | None = None, tries: int | None = None) -> Input:
-    """The given example, or noise of a shape that fits the network, found by trying so many of the usual sizes."""
+    """Return the example, or noise of a shape that fits the network, from the first `tries` of the usual sizes."""
     if example is not None:
         return example
-    with seeded(0):  # so that neither torch's random state nor what is drawn after depends on whether one is given
+    with seeded(0):  # the same random numbers follow with and without an example
         for x in islice(_usual_inputs(model), tries):
             with suppress(RuntimeError, ValueError, IndexError, TypeError, AssertionError), observing(model):
                 call(model, x)
@@ -41,7 +41,7 @@ def example_for(model: nn.Module, example: Input | None = None, tries: int | Non
 
 
 def cheap_example(model: nn.Module) -> Input | None:
-    """Noise of the most usual size, where that fits the network, and one image or row is soon computed."""
+    """Return noise of the most common size, if that fits the network; it takes little time to compute."""
     try:
         return example_for(model, tries=1)
     except ValueError:
@@ -49,13 +49,13 @@ def cheap_example(model: nn.Module) -> Input | None:
 
 
 def _usual_inputs(model: nn.Module) -> Iterator[Input]:
-    """Batches of two: tokens for a Hugging Face model of texts, else noise of what the network says, or usual sizes."""
+    """Yield batches of two: tokens for Hugging Face's text models, or noise of the declared `inputs` or usual sizes."""
     where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
     tokens = getattr(getattr(model, "config", None), "vocab_size", None)
     if getattr(model, "main_input_name", None) == "input_ids" and isinstance(tokens, int):
         yield {"input_ids": torch.randint(tokens, (2, 8), device=where.device)}
     first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
-    own = getattr(model, "inputs", None)  # where a network says how many numbers it takes
+    own = getattr(model, "inputs", None)  # the number of inputs that the network declares
     said = [(own,)] if isinstance(own, int) and not isinstance(own, bool) and own > 0 else []
     for shape in [*said, *_shapes(first)]:
         yield torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
@@ -73,27 +73,27 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 @contextmanager
 def followed_attention() -> Iterator[None]:
-    """Let attention compute step by step: NaN in, NaN out, which fused kernels do not promise."""
+    """Run attention step by step, so that NaN goes through it, which fused kernels do not guarantee."""
     with plain_attention(), math_attention():
         yield
 
 
 def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
-    """The names of the layers of these kinds or names, in the order in which a forward reaches them."""
+    """Return the names of the layers of these kinds or names, in the order in which a forward reaches them."""
     return list(dict.fromkeys(call.name for call in record(model, example, kinds, tensors=False).ended))
 
 
 def call_order(model: nn.Module, example: Input) -> list[str]:
-    """The names of all modules that a forward calls, each time, in the order in which it enters them."""
+    """Return the names of all modules that a forward calls, each time, in the order in which it enters them."""
     return [call.name for call in record(model, example, tensors=False).calls if call.name]
 
 
-# -- layers that give something else -------------------------------------------------------------------------
+# -- replaced outputs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Read:
-    """The arguments of a layer: its inputs that have channels, of attention three, and the others."""
+    """The arguments of a layer: its inputs with channels, three for attention, and the others."""
 
     inputs: list[Tensor]
     args: tuple[Any, ...]
@@ -101,11 +101,11 @@ class Read:
 
 
 Answer = Callable[[str, nn.Module, Read, Tensor], Tensor | tuple[Any, ...]]
-"""A function that gives a layer's output in its place; of attention perhaps with its weights."""
+"""A function that returns a layer's new output, for attention optionally with its weights."""
 
 
 def read_by(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
-    """Tell a layer's inputs from its other arguments; an embedding has indices alone."""
+    """Separate a layer's inputs from its other arguments; an embedding has no inputs with channels."""
     names = ("query", "key", "value") if is_attention(layer) else tuple(kwargs)[:1]
     count = 0 if isinstance(layer, nn.Embedding) else max(1, len(names))
     named = [name for name in names if name in kwargs][: max(0, count - len(args))]
@@ -120,9 +120,10 @@ def answered(
     answer: Answer,
     mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
 ) -> Tensor:
-    """The prediction of a network on an example where `answer` gives the outputs of some layers.
+    """Predict an example while `answer` replaces the outputs of some layers.
 
-    Attention computes step by step: NaN in, NaN out. A function `mode` sees what the network calls before others do.
+    Attention runs step by step, so that NaN goes through it. `mode`, a function mode, receives the network's calls
+    first.
     """
     begun: list[Read] = []
 
@@ -137,11 +138,11 @@ def answered(
         return call(model, example)
 
 
-# -- what a method reaches -----------------------------------------------------------------------------------
+# -- reach -------------------------------------------------------------------------------------------------
 
 
 _SHOWN = 5
-"""The most kinds of layers that a warning names."""
+"""The maximum number of layer kinds in a warning."""
 
 
 def tell_reach(
@@ -153,9 +154,9 @@ def tell_reach(
     on_purpose: Collection[str] = (),
     warn: bool = True,
 ) -> None:
-    """Note for `summary()` what share of `model` its converted layers, by name, are; warn where it is below one half.
+    """Note for `summary()` the share of `model` in its converted layers, by name; warn if it is below one half.
 
-    Layers that a method leaves out `on_purpose` do not count for the warning.
+    The warning ignores layers that a method leaves out `on_purpose`.
     """
     parts = converted, on_purpose, [""]
     reached = {"parameters": [_parameters(model, names) for names in parts]}
@@ -175,7 +176,7 @@ def tell_reach(
 
 
 def kinds_left(model: nn.Module, converted: Collection[str]) -> str:
-    """The classes that hold the other parameters, largest first, and how many layers of each there are."""
+    """List the classes with the remaining parameters, largest first, with their numbers of layers."""
     taken = {id(module) for name in converted for module in model.get_submodule(name).modules()}
     layers: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -200,7 +201,7 @@ def _parameters(model: nn.Module, names: Collection[str]) -> int:
 def _multiply_adds(
     model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
 ) -> list[int] | None:
-    """Count those of the converted layers, of layers left out on purpose, and of all; None if no example runs."""
+    """Count those of converted layers, of layers left out on purpose, and of all; None if no example runs."""
     if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
         return None
     x = cheap_example(model) if example is None else example
@@ -209,7 +210,7 @@ def _multiply_adds(
     try:
         with plain_attention():
             trace = record(model, x, {*converted, *on_purpose}, tensors=False, work=True)
-    except Exception:  # whatever a network may raise that cannot be run here: nothing is known then
+    except Exception:  # any error of a network that cannot run here
         return None
     owners = [{id(model.get_submodule(name)) for name in names} for names in (converted, on_purpose)]
     counts = [sum(call.work for call in trace.calls if id(call.module) in own) for own in owners]

@@ -1,12 +1,12 @@
-"""The weights that a converted network starts from: its own, new ones, or new output layers; for all methods.
+"""The initial weights of a converted network, for all methods.
 
 | `init` | the weights |
 |---|---|
 | `"fresh"` | are drawn anew, by each layer's own rule, for each member |
 | `"pretrained"` | are the network's own |
-| `"heads"` | are the network's own, but for its output layers, which are drawn anew for each member |
+| `"heads"` | are the network's own, except the output layers, which are drawn anew for each member |
 
-Frozen parameters are kept in all of them. What a factory has built is fresh as it is.
+Frozen parameters always keep their values. With `"fresh"`, networks from a factory are used as they are.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ INITS = ("fresh", "pretrained", "heads")
 
 
 class Start:
-    """The network that a method converts, and the weights that what it makes of it starts from.
+    """The network that a method converts, and the initial weights of the result.
 
-    It checks what every method asks of its first arguments. Multitudes that only draw are converted as their network.
-    Other multitudes are converted by few (`nested`).
+    It checks the arguments that all methods have. A multitude that only draws is converted as its network. Only some
+    methods convert other multitudes (`nested`).
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Start:
         """True if the layers' own rules draw all weights; a factory has drawn them already."""
         with self.seeded():
             self.given = built(model)
-            """The network or the multitude that was given, or that the factory has built."""
+            """The given network or multitude, or the one that the factory has built."""
         self.network = check_model(self.given, nested)
-        """The network to convert, which stays as it was."""
+        """The network to convert; it is not changed."""
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Random numbers from the seed, behind those that building the network has used."""
+        """Draw random numbers from the seed, after those that building the network has used."""
         with initializing(), seeded(self._seed):
             for generator, state in self._states:
                 generator.set_state(state)
@@ -87,7 +87,7 @@ class Start:
     # -- networks ----------------------------------------------------------------------------------------
 
     def another(self) -> nn.Module:
-        """The network to make one more member of: a factory builds a new one."""
+        """Return the network for one more member; a factory builds a new one."""
         if self._factory is None:
             return self.network
         given = built(self._factory) if self._built else self.given
@@ -97,15 +97,15 @@ class Start:
         return check_model(given, nested=True)
 
     def begin(self, network: nn.Module) -> nn.Module:
-        """Give a copy of the network, of whatever widths, the weights that it starts from, in place."""
+        """Give a copy of the network, of any width, its initial weights, in place."""
         if self.redraws:
             return redraw(network, self.own)
         return redraw(network, only=self.heads) if self.mode == "heads" else network
 
     def apart(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
-        """The members' networks, or an error where two are the same: they would learn the same, and stay so.
+        """Yield the members' networks; raise an error if one equals the first, since they would learn the same.
 
-        Networks whose layers draw (see `Stochastic`) learn from different draws.
+        Equal networks with stochastic layers are fine: they learn from different draws.
         """
         first: nn.Module | None = None
         for network in networks:
@@ -116,7 +116,7 @@ class Start:
             yield network
 
     def same(self, ways_out: str) -> str:
-        """The text of an error: all members would be one network."""
+        """Return the error message for members that would all be one network."""
         stays = "so all members would be the same network, and stay so, since they learn from the same batches"
         if self._factory is not None and self.mode != "heads":
             return f"model builds the same network every time, {stays}: let it draw weights, or {ways_out}"
@@ -124,7 +124,7 @@ class Start:
             return f"no rule draws a parameter of model anew, {stays}: pass a function that builds the network instead"
         return f"init={self.mode!r} keeps the weights, {stays}: {ways_out}"
 
-    # -- what is not drawn by a rule ---------------------------------------------------------------------
+    # -- weights without a rule --------------------------------------------------------------------------
 
     @cached_property
     def heads(self) -> list[str]:
@@ -133,7 +133,7 @@ class Start:
 
     @property
     def own(self) -> dict[str, Own]:
-        """The parameters that do not start by their layers' rules, by name; a warning names them."""
+        """The parameters that do not start by their layers' rules, by name; the first access warns about them."""
         if self._own is None:
             self._own = self._judge()
         return self._own
@@ -159,7 +159,7 @@ class Start:
         return own
 
     def noted(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Notes for the summary, by layer: the method's own, and parameters that did not start by their rules."""
+        """Return notes for the summary, by layer: the method's own, and on parameters that did not start by rules."""
         texts = {name: [text] for name, text in (notes or {}).items()}
         if self.mode == "heads":
             for name in self.heads:
@@ -180,7 +180,7 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _outside() -> int:
-    """The stack level, as seen from the caller, of the first frame that is not this library's."""
+    """Return the stack level, as seen from the caller, of the first frame outside of this library."""
     package = str(Path(__file__).parents[1])
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):

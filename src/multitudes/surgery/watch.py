@@ -1,4 +1,4 @@
-"""Which channels survive: observed in one run in which each layer's dropped channels are NaN."""
+"""Observe which channels survive, in one run in which each layer's dropped channels are NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multitudes.surgery.cuts import CannotNarrow, Cut, form_of, is_depthwise
 from multitudes.surgery.observe import Read, answered
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
-"""Cuts of parameters that stand alone, by name: which axes are cut, and the entries that are kept along them."""
+"""Cuts of parameters outside of layers, by name: the axes that are cut, and the entries kept along them."""
 
 _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 
@@ -25,7 +25,7 @@ _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.
 class Watch(TorchFunctionMode):
     """One run in which each layer's dropped channels are NaN.
 
-    A channel that is NaN anywhere is dropped. Elsewhere it may have been padded, or masked, with numbers. `heads`
+    A channel that is NaN anywhere is dropped; elsewhere it may have been padded, or masked, with numbers. `heads`
     chooses the channels that layers keep.
     """
 
@@ -34,13 +34,13 @@ class Watch(TorchFunctionMode):
         self.trace, self.heads = Trace(), heads
         self.cuts: dict[str, Cut] = {}
         self.sizes: Sizes = {}
-        self.mixer = ""  # what made all channels NaN of some, and where
+        self.mixer = ""  # the function, and its place, that made all channels NaN from some
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         try:
             with followed_sizes(model, names) as self.sizes:
                 self._run(model, example, names)
-        except (KeyError, TypeError, RuntimeError):  # as of a table whose keys are held numbers, or a scripted function
+        except (KeyError, TypeError, RuntimeError):  # a table with such sizes as keys, or a scripted function
             self.sizes, self.cuts = {}, {}
             self._run(model, example, names)
 
@@ -65,7 +65,7 @@ class Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             running = self.trace.running
             if running and form_of(running[-1].module).outputs:
-                return  # what layers do is known, and their outputs are replaced
+                return  # known layers: their outputs are replaced
             dense = [t for t in tensors_in(args) if t.layout is torch.strided and t.numel()]
             nan = [t.isnan() for t in dense if t.is_floating_point()]
             some = any(bool(mask.any()) for mask in nan) and not any(bool(mask.all()) for mask in nan)
@@ -81,7 +81,7 @@ class Watch(TorchFunctionMode):
         return f"layer {name!r} ({kind.__name__})"
 
     def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
-        """Note what a layer keeps, and let its dropped channels be NaN."""
+        """Record what a layer keeps, and set its dropped channels to NaN."""
         with torch._C.DisableTorchFunction():
             form = form_of(layer)
             dropped = [x.isnan().movedim(form.axis, 0) for x in read.inputs]
@@ -105,7 +105,7 @@ class Watch(TorchFunctionMode):
             return out
 
     def _is_of_each_head(self, dropped: list[Tensor]) -> bool:
-        """Return whether a layer's channels are kept in some places, and dropped in others, as those of heads are."""
+        """Return whether all channels are dropped together in some places only, as in layers that run on each head."""
         if len(dropped) != 1 or not self.heads.found:
             return False
         return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
@@ -144,7 +144,7 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
 
 @contextmanager
 def holding_data(data: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Inside, parameters have other values, and autocast has no casts of the former ones."""
+    """Replace the values of parameters for the duration of a `with`, and clear autocast's cache of casts."""
     before = {parameter: parameter.data for parameter in data}
     try:
         for parameter, values in data.items():
@@ -157,13 +157,13 @@ def holding_data(data: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-# -- numbers that a network holds ----------------------------------------------------------------------------
+# -- sizes in a network's attributes --------------------------------------------------------------------------
 
 
 class Size(int):
-    """A number that a network holds; it knows how many entries are kept of axes of that size.
+    """A number in a network's attributes, with the numbers of entries kept along axes of that size.
 
-    Its hash is its own, so that no cache, as einops has one, answers with a number from another run.
+    Its hash is its own, so that no cache, such as that of einops, returns a number from another run.
     """
 
     kept: set[int]
@@ -177,12 +177,12 @@ class Size(int):
 
 
 Sizes = Mapping[tuple[str, ...], Any]
-"""Numbers that a network holds, as `Size`s or lists of them, by a module's name and the attributes that lead there."""
+"""Numbers in a network, as `Size`s or lists of them, by a module's name and the path of attributes."""
 
 
 @contextmanager
 def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
-    """Inside, the numbers that modules hold are `Size`s; those of modules named by `leave` stay what they are."""
+    """Replace the numbers that modules hold by `Size`s for the duration of a `with`, except in the modules `leave`."""
     found: dict[tuple[str, ...], Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[int] = set()
@@ -216,16 +216,16 @@ def _sized(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is an object with attributes, as configurations are."""
+    """Return whether a value is an object with attributes, such as a configuration."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor)
 
 
 def note_sizes(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, shares: Mapping[int, int]
 ) -> None:
-    """Record how many entries along an axis are kept, not NaN throughout, where a function was given its size.
+    """Record how many entries along an axis are kept, not NaN throughout, if a function was given its size.
 
-    `shares` says how many query heads that share keys and values are kept: these are repeated as often.
+    `shares` maps numbers of query heads that share keys and values to the numbers kept: these are repeated as often.
     """
     rest = [*args[1:], *kwargs.values()]
     flat = [each for arg in rest for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]

@@ -1,5 +1,5 @@
-"""`fit`, and what a training needs: schedules, optimizers, validation, weights of classes, checkpoints, the recorder.
+"""`fit` and its parts: schedules, optimizers, validation, class weights, checkpoints, the recorder.
 
-Imports `core` and `surgery`. A new schedule goes into `schedules.py`, a new optimizer by name into `optimizers.py`, and
-what a network is validated by into `validation.py`.
+Imports `core` and `surgery`. New schedules go into `schedules.py`, new optimizers by name into `optimizers.py`, new
+validation scores into `validation.py`.
 """

@@ -1,6 +1,6 @@
 """A moving average of the weights, which predicts better than the weights of any one step.
 
-Polyak and Juditsky, *Acceleration of stochastic approximation by averaging* (1992); with weights that fade, as in
+Polyak and Juditsky, *Acceleration of stochastic approximation by averaging* (1992); with exponential decay, as in
 Tarvainen and Valpola, *Mean teachers are better role models* (2017).
 """
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 EARLY = 10
-"""In the first steps the average forgets faster, `(1 + step) / (EARLY + step)`: it need not remember where it began."""
+"""Early steps keep at most `(1 + step) / (EARLY + step)` of the average, which soon forgets the initial weights."""
 
 
 class MovingAverage:
-    """The average of a network's trained parameters: each step it keeps a share `rate`, and takes the rest anew.
+    """The average of a network's trained parameters: a step keeps a share `rate`, and takes the rest from the weights.
 
-    `kept` holds it by the parameters' names; where it is not empty, the average goes on from there.
+    `kept` holds it by the parameters' names; the average continues from there if it is not empty.
     """
 
     def __init__(self, net: nn.Module, rate: float, kept: dict[str, Tensor]) -> None:
@@ -32,7 +32,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights after a step, counted from 1, into the average."""
+        """Add the weights after a step, counted from 1, to the average."""
         rate = min(self.rate, (1 + step) / (EARLY + step))
         torch._foreach_lerp_(self.values, [parameter.detach() for parameter in self.parameters], 1 - rate)
 
@@ -47,7 +47,7 @@ class MovingAverage:
             self._set(now)
 
     def apply(self) -> None:
-        """Give the network the average, for good."""
+        """Replace the network's weights by the average."""
         self._set(self.values)
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
-"""Batch-norm statistics of weights that were never trained, averages or draws, measured on data.
+"""Batch-norm statistics, measured on data, for weights that were never trained, such as averages or draws.
 
-Averaged statistics are not those of averaged weights; a pass in training mode gives them (Izmailov et al., 2018).
+Averaged statistics are not the statistics of averaged weights; a pass in training mode computes these (Izmailov et al.,
+2018).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _KINDS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def norms(network: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch-norm layers that keep running statistics, by name."""
+    """Return the batch-norm layers that keep running statistics, by name."""
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _BatchNorm)}
     return {name: layer for name, layer in layers.items() if isinstance(layer.running_mean, Tensor)}
 
 
 @torch.no_grad()
 def statistics(network: nn.Module, state: State, batches: Batches) -> State:
-    """The batch-norm buffers, by name, of a network with the weights of `state`: the mean over the batches.
+    """Return the batch-norm buffers, by name, of a network with the weights of `state`: the mean over the batches.
 
-    Only batch norm is in training mode: dropout is off, layers that draw give expectations. The network keeps its
+    Only batch norm is in training mode: dropout is off, stochastic layers return expectations. The network keeps its
     buffers.
 
     >>> network = nn.BatchNorm1d(1)
@@ -51,14 +52,14 @@ def statistics(network: nn.Module, state: State, batches: Batches) -> State:
     ):
         for x, _ in batches.on(device_in(network)):
             _answer(network, state | buffers, x)
-    # A layer that the network does not use has seen nothing.
+    # The network does not use this layer.
     used = [own for name, own in fresh.items() if own[f"{name}.num_batches_tracked".lstrip(".")].item()]
     return {name: buffer for own in used for name, buffer in own.items()}
 
 
 @torch.no_grad()
 def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
-    """The share of `batches` that a network with the tensors of `state` puts into the right class."""
+    """Return the accuracy on `batches` of a network with the tensors of `state`."""
     right = total = 0
     with evaluating(network), expecting(network):
         for x, y in batches.on(device_in(network)):

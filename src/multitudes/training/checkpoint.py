@@ -1,7 +1,7 @@
-"""Checkpoints of a training: its state, and the safetensors file that keeps it.
+"""Checkpoints of a training: its state, and the safetensors file that stores it.
 
-The file holds the network, the optimizer's state and the random state, so that a training on a CPU that is resumed ends
-with the weights of one that was never interrupted.
+The file stores the network, the optimizer's state and the random state, so that a resumed training on a CPU ends with
+the same weights as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from multitudes.training.recorder import check_fits, tensors_of
 
 Tensors = dict[str, Tensor]
 WITHIN = 30
-"""Factor by which a checkpoint within an epoch is due later than at its end."""
+"""Checkpoints within an epoch are written this many times less often than at its end."""
 ENTRY = "training"
-"""The entry of the file's header that holds all but the tensors."""
+"""The header entry that holds everything except the tensors."""
 OF_TENSORS = ("epoch_random", "best", "average")
 """Fields of a `TrainingState` that are tensors by name."""
 
@@ -34,30 +34,30 @@ OF_TENSORS = ("epoch_random", "best", "average")
 class TrainingState:
     """Progress of a training.
 
-    `epoch` and `batch` count those that are done; `batch`, `total` (of losses) and `seconds` are of the current epoch.
+    `epoch` and `batch` count the finished ones; `batch`, `total` (of losses) and `seconds` are of the current epoch.
     """
 
     epoch: int = 0
     batch: int = 0
     batches: int | None = None
-    """How many an epoch has, once that is known; the learning rate depends on it."""
+    """Batches per epoch, once known; the learning rate depends on it."""
     step: int = 0
     total: float = 0.0
     seconds: float = 0.0
     stopped: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
     epoch_random: Tensors = field(default_factory=dict)
-    """The random state at the beginning of the current epoch, from which the order of its batches follows."""
+    """The random state at the start of the current epoch, which determines the order of its batches."""
     best: Tensors = field(default_factory=dict)
     """The weights and buffers of the epoch with the best validation score so far."""
     average: Tensors = field(default_factory=dict)
     best_score: float | None = None
     since_best: int = 0
-    """How many epochs have been validated since then."""
+    """Epochs validated since the best one."""
 
 
 def random_state(device: torch.device) -> Tensors:
-    """Torch's random state, on the CPU and on the network's own device."""
+    """Return torch's random state, on the CPU and on the network's own device."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -65,7 +65,7 @@ def random_state(device: torch.device) -> Tensors:
 
 
 def set_random_state(state: Tensors, device: torch.device) -> None:
-    """Go on from what `random_state` has said."""
+    """Restore a random state from `random_state`."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -73,13 +73,13 @@ def set_random_state(state: Tensors, device: torch.device) -> None:
 
 @dataclass
 class Checkpoint:
-    """A file with a training in it, written whole or not at all."""
+    """The file of a training, written whole or not at all."""
 
     path: Path
     every: float
-    """The seconds from one writing to the end of an epoch after which it is written again."""
+    """The minimum seconds between two writes at ends of epochs."""
     of: str = ""
-    """A name for what is trained, where tensors and settings alone would not tell it from others."""
+    """A name for what is trained, if tensors and settings alone do not identify it."""
 
     def __post_init__(self) -> None:
         needed("safetensors.torch", "safetensors", "checkpoint=")
@@ -87,7 +87,7 @@ class Checkpoint:
         self.written, self.cost = time.monotonic(), 0.0
 
     def due(self, epoch_ended: bool) -> bool:
-        """Return whether it is time to write: sooner at the end of an epoch, and for at most 5 % of the time."""
+        """Return whether to write now: sooner at the end of an epoch, and at most 5 % of the time."""
         wait = self.every if epoch_ended else WITHIN * self.every
         return time.monotonic() - self.written >= max(wait, 20 * self.cost)
 
@@ -107,7 +107,7 @@ class Checkpoint:
         self.cost = self.written - start if self.every else 0.0
 
     def load(self, state: TrainingState, net: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-        """Go on from the file, where there is one; whether there was."""
+        """Restore the state from the file, if it exists; return whether it did."""
         if not self.path.exists():
             return False
         tensors, saved = _read(self.path, self.of)
@@ -119,7 +119,7 @@ class Checkpoint:
                 )
         weights = below("net", tensors)
         check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
-        net.load_state_dict(weights, strict=False)  # what is no tensor stays the network's own
+        net.load_state_dict(weights, strict=False)  # not strict: non-tensors stay the network's own
         slots: dict[int, dict[str, Any]] = {}
         for place, value in (below("optimizer", tensors) | saved["optimizer"]).items():
             index, key = place.split("/", 1)
@@ -134,7 +134,7 @@ class Checkpoint:
 
 
 def saved_step(path: Path, of: str = "") -> int | None:
-    """Return how many steps the training in a file has made; None where there is no file."""
+    """Return the number of steps of the training in a file; None if there is no file."""
     return int(_read(path, of)[1]["state"]["step"]) if path.exists() else None
 
 

@@ -1,4 +1,4 @@
-"""Weights of classes, by which rare classes count as much as common ones: `class_weights_of`."""
+"""Class weights, with which rare classes count as much as common ones: `class_weights_of`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multitudes.training.validation import settle
 
 
 class ClassWeights:
-    """One weight for each class.
+    """One weight per class.
 
     >>> from multitudes.core.tasks import task_of
     >>> ClassWeights(torch.tensor([1.0, 3.0]), task_of("classification")).of(torch.tensor([0, 1, 1]))
@@ -29,13 +29,13 @@ class ClassWeights:
 
     def __init__(self, weights: Tensor, task: Task, counted: bool = False) -> None:
         self.weights, self.task = weights, task
-        self.counted = counted  # of classes that were not there, none is known
+        self.counted = counted  # True if counted from data, where classes may be missing
         self.checked = counted
 
     def of(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The weight of each target, in the shape of y: that of its class, times that of its row, `[B]`."""
+        """Return the weight of each target, in the shape of y: that of its class, times that of its row, `[B]`."""
         weights = self.weights.to(y.device)
-        if self.task.single_logit:  # a probability of yes has the weights of both answers, by their shares
+        if self.task.single_logit:  # a probability of yes mixes the weights of both classes
             own = torch.lerp(weights[0], weights[1], y.to(weights.dtype))
         elif y.is_floating_point():
             raise ValueError(
@@ -47,7 +47,7 @@ class ClassWeights:
         return own if weight is None else own * spread(weight, own)
 
     def _by_class(self, weights: Tensor, y: Tensor) -> Tensor:
-        y = torch.where(y < 0, 0, y)  # what is ignored has no loss
+        y = torch.where(y < 0, 0, y)  # ignored targets have no loss
         if self.counted:
             return torch.where(y < len(weights), weights[y.clamp(max=len(weights) - 1)], 1.0)
         if not y.is_cuda and y.numel() and int(y.max()) >= len(weights):
@@ -57,7 +57,7 @@ class ClassWeights:
         return weights[y]
 
     def check(self, net: Multitude, x: Input) -> None:
-        """An error where there are not as many as the network has classes; on the first input alone."""
+        """Raise an error if the network has another number of classes; checks the first input only."""
         if self.checked:
             return
         self.checked = True
@@ -72,7 +72,7 @@ class ClassWeights:
 
 
 def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | None:
-    """Weights of classes as `fit` takes them: None, `"balanced"`, or one number for each class."""
+    """Return class weights from the argument of `fit`: None, `"balanced"`, or one number per class."""
     if given is None:
         return None
     task = net.reading
@@ -99,7 +99,7 @@ def _weighs(task: Task) -> bool:
 
 
 def balanced(counts: Tensor) -> Tensor:
-    """The weights with which classes of these counts weigh the same, `n / (classes * count)`; 1 where none was seen.
+    """Return weights that balance classes of these counts, `n / (classes * count)`; 1 for classes without targets.
 
     King & Zeng, *Logistic Regression in Rare Events Data* (2001).
 

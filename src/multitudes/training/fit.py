@@ -61,50 +61,52 @@ def fit(
     accelerator: Any = None,
     progress: bool | None = None,
 ) -> list[Epoch]:
-    """Train `net` on `data` by its own objective; it is left in training mode. Returns what each epoch was like.
+    """Train `net` on `data` by its own objective; leave it in training mode, and return the results of each epoch.
 
     Args:
-        net: a multitude, or a plain network, on the device where it shall train.
-        data: an iterable of batches `(x, y)` that can be iterated once an epoch, such as a `DataLoader`. Of batches
-            `(x, y, weight)`, with a weight `[B]` of each row, the loss is the mean of the rows' losses times weights.
-        epochs: how many times to iterate them.
+        net: a multitude, or a plain network, on the device to train on.
+        data: an iterable of batches `(x, y)`, such as a `DataLoader`, that can be iterated once per epoch. For batches
+            `(x, y, weight)`, with a weight `[B]` for each row, the loss is the mean of the rows' losses times weights.
+        epochs: how many times to iterate the data.
         optimizer: `"sgd"` (with Nesterov momentum), `"adam"` or `"adamw"`; or an optimizer of this network, or a
-            function that makes one of parameter groups.
-        lr: the learning rate at its highest; by default 0.05 for SGD and 0.001 for Adam.
-        momentum: of SGD.
-        weight_decay: of the named optimizers, for every parameter, as torch's own have it.
+            function that makes one from parameter groups.
+        lr: the maximum learning rate; by default 0.05 for SGD and 0.001 for Adam.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of the named optimizers, for all parameters, as in torch.
         schedule: `"cosine"`, `"linear"`, `"multistep"`, `"cyclic"` or `"constant"`, by name or with settings
             (`{"name": "multistep", "milestones": [0.3, 0.6, 0.8], "factor": 0.2}`), or a function of the share of
             the training that is done.
-        warmup: during how many epochs the rate rises to the schedule's own.
-        precision: `"float32"`, or `"bfloat16"` for automatic mixed precision, or `"auto"`: the latter on a GPU that has
-            it, else the former. Validation is computed in float32, as predictions are.
-        channels_last: whether network and images are laid out channels-last.
+        warmup: the number of epochs in which the rate rises to the schedule's own.
+        precision: `"float32"`, or `"bfloat16"` for automatic mixed precision, or `"auto"`: bfloat16 on a GPU that
+            supports it, otherwise float32. Validation runs in float32, as predictions do.
+        channels_last: whether to use the channels-last layout for network and images.
         compile: whether to compile the objective.
-        clip: the largest norm of the gradient, for each independent member its own.
-        task: what the targets are, "classification", "tokens", "binary", "multilabel", "regression", "gaussian" or
-            "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
-        criterion: of `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL, pinball.
-        dataset_size: how many examples there are, for objectives with a divergence; found out where `data` tells.
-        average: what share of a moving average of the weights is kept each step, such as 0.99. The average is what is
-            validated, and what the network ends with.
-        class_weight: how much the targets of each class count: one number for each class, or `"balanced"`, by which all
-            classes count the same, `n / (classes * count)`, from one pass over `data`. Validation is weighted alike.
-        validation: batches like those of `data`, which are not trained on. After each epoch all members and draws
-            together are scored on them in evaluation mode (`Epoch.validation`, lower is better): by the negative log
+        clip: the maximum norm of the gradient, for each independent member separately.
+        task: the meaning of the targets, "classification", "tokens", "binary", "multilabel", "regression", "gaussian"
+            or "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
+        criterion: passed to `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL,
+            pinball.
+        dataset_size: the number of examples, for objectives with a divergence; by default taken from `data`.
+        average: the share of a moving average of the weights that is kept in each step, such as 0.99. The average is
+            validated, and becomes the network's weights at the end.
+        class_weight: the weights of the targets of each class: one number per class, or `"balanced"`,
+            `n / (classes * count)` from one pass over `data`, with which all classes count the same. Validation uses
+            them too.
+        validation: batches like those of `data`, but not trained on. After each epoch the joint prediction of members
+            and draws is scored on them in evaluation mode (`Epoch.validation`, lower is better): by the negative log
             probability of classes, the negative log density of "gaussian", the mean squared error of "regression", the
             pinball loss of "quantiles". At the end the network has the weights and buffers of the best epoch.
-        patience: end the training after so many epochs without a better score.
-        stop_by: `"score"`, or `"error"` for the root mean squared error of the mean prediction instead, of values.
+        patience: stop the training after this many epochs without a better score.
+        stop_by: `"score"`, or, for values, `"error"` for the root mean squared error of the mean prediction.
         callbacks: functions of a `Progress`, called after each step.
         checkpoint: a file to save the training in: after epochs (see `checkpoint_seconds`), at the end, and on Ctrl-C
-            or SIGTERM after the step at hand. Where the file is there, the training is resumed, and ends as if it had
-            never been interrupted (exactly so on a CPU).
-        checkpoint_seconds: save after an epoch that ends so many seconds or more after the last saving; within an
-            epoch after thirty times as many. Where saving is slow, it is done less often, for 5 % of the time.
+            or SIGTERM after the current step. If the file exists, the training resumes, and ends as if it had never
+            been interrupted (exactly so on a CPU).
+        checkpoint_seconds: save after an epoch if the last save is at least this many seconds old; within an epoch,
+            thirty times as many. Slow saves are less frequent, to take at most 5 % of the time.
         checkpoint_of: a name for what is trained; a file that was saved under another name is refused.
-        seed: of everything random in training, which then leaves torch's own random state alone.
-        accelerator: a Hugging Face `Accelerator`, to train in several processes: each takes its share of the batches.
+        seed: the seed of all randomness in training, which then leaves torch's own random state alone.
+        accelerator: a Hugging Face `Accelerator`, to train in several processes, each on its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
 
     >>> from multitudes.core.multitude import Multitude
@@ -133,7 +135,7 @@ def fit(
         raise ValueError(f"task must be {multitude.task!r}, the network's own, got {task!r}")
     if task is not None:
         multitude.task = task
-    criterion_for(multitude.known_task, criterion)  # an error before the first step
+    criterion_for(multitude.known_task, criterion)  # raises before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
     objective = Objective(multitude, criterion, size_of(data, multitude, dataset_size))
@@ -164,7 +166,7 @@ def _validation(batches: Any, patience: int | None, stop_by: str) -> Validation 
 
 
 def _check_batches(data: Any, name: str = "data") -> None:
-    """Batches to iterate, and not one of them, nor single examples."""
+    """Raise an error unless `data` is an iterable of batches, not a single batch or single examples."""
     if isinstance(data, (Tensor, tuple, Mapping)):
         raise ValueError(f"{name} must hold batches, got one ({type(data).__name__}): pass a list of them, [(x, y)]")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):

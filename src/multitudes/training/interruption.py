@@ -1,4 +1,4 @@
-"""Ctrl-C and requests to end, held back until a training has saved itself."""
+"""Hold back Ctrl-C and SIGTERM until a training has saved itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class HeldSignals:
-    """Inside, Ctrl-C (SIGINT) and a request to end (SIGTERM) are noted; with `deliver`, or after, they do their work.
+    """Hold back SIGINT (Ctrl-C) and SIGTERM inside a `with`; deliver them on `deliver`, or at its end.
 
-    A second Ctrl-C is not held back. Only a process's main thread can hold signals: elsewhere nothing is noted.
+    A second Ctrl-C is not held back. Only a process's main thread can hold signals; in other threads nothing happens.
 
     >>> try:
     ...     with HeldSignals() as held:
@@ -29,11 +29,11 @@ class HeldSignals:
 
     @property
     def pending(self) -> bool:
-        """Return whether one has come."""
+        """True if a signal has arrived."""
         return self._number is not None
 
     def deliver(self) -> None:
-        """Let the one that has come do its work: by default, KeyboardInterrupt or the end of the process."""
+        """Deliver the signal that has arrived, by default as KeyboardInterrupt or the end of the process."""
         self._release()
         number, self._number = self._number, None
         if number is not None:

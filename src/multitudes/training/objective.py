@@ -1,4 +1,4 @@
-"""The training objective as a module, and the data that it is over."""
+"""The training objective as a module, and its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multitudes.core.tasks import Criterion
 class Objective(nn.Module):
     """A network whose forward is its training objective.
 
-    What synchronises gradients between processes, or compiles, wraps the forward; so the loss has to be one.
+    Gradient synchronisation between processes, and compilers, wrap the forward, so the loss must be one.
     """
 
     def __init__(self, net: Multitude, criterion: Criterion | None, dataset_size: int | None) -> None:
@@ -25,23 +25,23 @@ class Objective(nn.Module):
         self.net, self.criterion, self.dataset_size = net, criterion, dataset_size
 
     def forward(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The loss of a batch, a scalar; with the weights of its rows, where there are any."""
+        """Return the loss of a batch, a scalar, with optional weights of its rows."""
         return self.loss(x, y, weight)
 
     def loss(self, x: Input, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The same, never compiled."""
+        """Return the loss, never compiled."""
         options: dict[str, Any] = {} if weight is None else {"weight": weight}
         return self.net.loss(x, y, self.criterion, dataset_size=self.dataset_size, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, apart from other objectives: torch makes 8 versions of a function and no more."""
+        """Do `nn.Module.compile`, separately from other objectives: torch makes at most 8 versions of a function."""
         own = FunctionType(Objective.forward.__code__.replace(), Objective.forward.__globals__, "forward")
         self.forward = MethodType(own, self)  # type: ignore[method-assign]
         super().compile(*args, **kwargs)
 
 
 def batches_from(data: Any, epoch: int = 0, done: int = 0) -> Iterator[Any]:
-    """Iterate data from a batch of an epoch on; those that cannot start there are read up to it."""
+    """Iterate data from a batch of an epoch on; data that cannot start there are read up to it."""
     if hasattr(data, "start"):
         data.start(epoch, done)
         return iter(data)
@@ -52,12 +52,12 @@ def batches_from(data: Any, epoch: int = 0, done: int = 0) -> Iterator[Any]:
 
 
 def size_of(data: Any, net: Multitude, given: int | None) -> int | None:
-    """Return how many examples the divergence is shared among; None where the objective has none."""
+    """Return the number of examples to divide the divergence by; None if the objective has none."""
     if given is not None:
         return check_count("dataset_size", given)
     if not net.divergences:
         return None
-    for holder in (getattr(data, "dataset", None), getattr(data, "part", None)):  # of a DataLoader, of our own Loader
+    for holder in (getattr(data, "dataset", None), getattr(data, "part", None)):  # of a DataLoader; of our Loader
         if isinstance(holder, Sized):
             return len(holder)
     if isinstance(data, Sequence):

@@ -1,4 +1,4 @@
-"""Optimizers by name, and the size of their batches: `make_optimizer`, `batch_size_for`."""
+"""Optimizers by name, and batch sizes: `make_optimizer`, `batch_size_for`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 
 
 def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether torch can make an optimizer's step of these parameters in one go, which is the fastest.
+    """Return whether torch has a fused optimizer step, the fastest kind, for these parameters.
 
     >>> can_fuse(nn.Linear(1, 1).parameters()), can_fuse(nn.Linear(1, 1, dtype=torch.complex64).parameters())
     (True, False)
@@ -29,7 +29,7 @@ def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def make_optimizer(optimizer: Any, net: nn.Module, lr: float | None, momentum: float, weight_decay: float) -> Optimizer:
-    """An optimizer of `net` by name, or the one that is given, or that a given function makes of its parameters."""
+    """Return an optimizer of `net` by name, the given one, or one that a given function makes of its parameters."""
     if isinstance(optimizer, Optimizer) or (callable(optimizer) and not isinstance(optimizer, str)):
         if lr is not None:
             raise ValueError(f"lr={lr!r} is for an optimizer by name; set it in the one that is given")
@@ -41,18 +41,18 @@ def make_optimizer(optimizer: Any, net: nn.Module, lr: float | None, momentum: f
     learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if not learning:
         raise ValueError("net must have parameters that learn, got none")
-    fused = can_fuse(learning) or None  # False would also forbid torch its other fast way
+    fused = can_fuse(learning) or None  # False would also disable torch's foreach implementation
     return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay=weight_decay, fused=fused)
 
 
 # -- batches -----------------------------------------------------------------------------------------------
 
 SMALLEST, LARGEST, STEPS = 32, 1024, 128
-"""The smallest and the largest batch, and how many of them an epoch has in between."""
+"""The smallest and the largest batch, and the number of batches per epoch in between."""
 
 
 def batch_size_for(rows: int) -> int:
-    """The batch size for so many training rows: the power of two next to a 128th of them, from 32 to 1024.
+    """Return the batch size for this many training rows: the power of two nearest to a 128th, from 32 to 1024.
 
     >>> [batch_size_for(rows) for rows in (100, 1000, 10_000, 1_000_000)]
     [32, 32, 64, 1024]

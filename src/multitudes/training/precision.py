@@ -1,4 +1,4 @@
-"""Precisions to train in, and whether this machine can compute in them: `check_precision`."""
+"""Precisions to train in, with a check that this machine supports them: `check_precision`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 """Names of precisions, and the dtype of automatic mixed precision."""
 
 AUTO = "auto"
-"""The name of the precision that is fastest on the device: bfloat16 on a GPU that computes in it, else float32."""
+"""The name of the fastest precision on the device: bfloat16 on a GPU that supports it, otherwise float32."""
 
 _TRIAL = """
 import torch
@@ -23,15 +23,14 @@ with torch.autocast("cpu", torch.bfloat16):
     torch.nn.Linear(256, 256)(torch.randn(64, 256)).sum().backward()
 """
 _TRIED = "MULTITUDES_BFLOAT16_TRIED"
-"""Set in the environment once the trial has succeeded, so that processes started from here do not repeat it."""
+"""Set in the environment after a successful trial, so that child processes do not repeat it."""
 
 
 def check_precision(precision: str, device: torch.device | str) -> None:
-    """An error where `precision` is none, or where computing in it on this device would kill the process.
+    """Raise an error if `precision` is unknown, or if computing in it on this device would kill the process.
 
-    On some machines the CPU says that it can multiply bfloat16 matrices and dies of an illegal instruction when it is
-    asked to (virtual machines that pass on AMX's flags and not AMX). So one small convolution runs in a child process
-    first.
+    Some CPUs claim to multiply bfloat16 matrices but die of an illegal instruction (virtual machines that pass on AMX's
+    flags but not AMX). So one small convolution runs in a child process first.
     """
     check_choice("precision", precision, (AUTO, *PRECISIONS))
     if precision != "bfloat16" or torch.device(device).type != "cpu" or _TRIED in os.environ:
@@ -47,7 +46,7 @@ def check_precision(precision: str, device: torch.device | str) -> None:
 
 
 def precision_dtype(precision: str, device: torch.device | str) -> torch.dtype | None:
-    """The dtype of automatic mixed precision by its name, on a device that can compute in it; None for float32.
+    """Return the dtype of automatic mixed precision by name, on a device that supports it; None for float32.
 
     >>> precision_dtype("auto", "cpu"), precision_dtype("bfloat16", "cuda")
     (None, torch.bfloat16)

@@ -26,7 +26,7 @@ from multitudes.core.checks import check_count, needed
 from multitudes.core.files import DamagedError
 
 State = dict[str, Tensor]
-"""A network's parameters and buffers by name, as its state dict has them."""
+"""A network's parameters and buffers by name, as in its state dict."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Moments:
     squares: State = field(default_factory=dict)  # sums of squared deviations from the mean
 
     def add(self, state: Mapping[str, Tensor]) -> None:
-        """Count one more state in."""
+        """Add one more state."""
         self.count += 1
         for name, tensor in state.items():
             if not _is_weight(tensor):
@@ -59,49 +59,49 @@ class Moments:
                 self.mean[name], self.squares[name] = value.clone(), torch.zeros_like(value)
                 continue
             value, mean, squares = map(_as_real, (value, self.mean[name], self.squares[name]))
-            # Equal infinities, as masks have them, do not differ.
+            # Equal infinities, as in masks, do not differ.
             delta = torch.where(value == mean, 0.0, value - mean)
             mean += delta / self.count
             squares += delta.square() * ((self.count - 1) / self.count)
 
     @property
     def variance(self) -> State:
-        """The mean of the squares minus the square of the mean, by name."""
+        """Return the mean of the squares minus the square of the mean, by name."""
         return {name: squares / self.count for name, squares in self.squares.items()}
 
     @property
     def second_moment(self) -> State:
-        """The mean of the squares, by name."""
+        """Return the mean of the squares, by name."""
         variance, mean = self.variance, self.mean
         squares = {name: _as_real(variance[name]) + _as_real(mean[name]).square() for name in mean}
         return {name: _as_like(square, mean[name]) for name, square in squares.items()}
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is averaged: real or complex numbers, not sparse, since sparse ones are fixed graphs."""
+    """Return whether a tensor is averaged: floating-point or complex, and not sparse (sparse ones are fixed graphs)."""
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout == torch.strided
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, `[..., 2]`, which share its memory; others as they are."""
+    """View a complex tensor as pairs of real numbers, `[..., 2]`; return others unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _as_like(real: Tensor, tensor: Tensor) -> Tensor:
-    """Real numbers in the shape and dtype of a tensor, which may be complex."""
+    """Return real numbers in the shape and dtype of a tensor, which may be complex."""
     if not tensor.is_complex():
         return real.view(tensor.shape).to(tensor.dtype)
-    return torch.view_as_complex(real.reshape(*tensor.shape, 2).clone()).to(tensor.dtype)  # aligned to pairs
+    return torch.view_as_complex(real.reshape(*tensor.shape, 2).clone()).to(tensor.dtype)  # clone: aligned to pairs
 
 
 class Recorder:
     """The last `keep` checkpoints of a network, and the moments of all that were recorded.
 
-    Call `step()` once an epoch, or once a training step: every `every`-th call records. `record()` does it at once.
-    Iterating gives state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files
-    in a `folder`; one that holds a recording already is continued by `resume=True`. Integer tensors are kept
-    as they are, floating-point and complex ones also counted in `mean`, `variance` and `second_moment`.
-    Files hold a checksum, and `of`, what they are a recording of; a damaged one, or one of something else, is refused.
+    Call `step()` once per epoch, or once per training step: every `every`-th call records. `record()` records at once.
+    Iterating yields state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files in a
+    `folder`; `resume=True` continues a recording in the folder. Integer tensors are kept as they are; floating-point
+    and complex ones also count in `mean`, `variance` and `second_moment`. Files contain a checksum, and the name `of`
+    what is recorded; damaged files, and files with another name, are refused.
 
     >>> net = nn.Linear(1, 1)
     >>> recorder = Recorder(net, keep=2)
@@ -129,7 +129,7 @@ class Recorder:
             raise ValueError("resume=True needs the folder of a recording")
         self.net, self.keep, self.every = net, keep, every
         self.before = Moments()
-        """The moments of the checkpoints that are kept no more."""
+        """The moments of the checkpoints that are no longer kept."""
         self._steps = 0
         self._kept: deque[State | Path] = deque()
         self._disk = None if folder is None else _Disk(Path(folder), of)
@@ -137,13 +137,13 @@ class Recorder:
             self._take_up(self._disk, resume)
 
     def step(self) -> None:
-        """One more epoch, or training step; every `every`-th is recorded."""
+        """Count one more epoch, or training step; record every `every`-th."""
         self._steps += 1
         if self._steps % self.every == 0:
             self.record()
 
     def record(self) -> None:
-        """Record the network as it is."""
+        """Record the network now."""
         state = _recorded(self.net)
         number = self.count + 1
         self._kept.append(state if self._disk is None else self._disk.write(number, state))
@@ -159,7 +159,7 @@ class Recorder:
         return len(self._kept)
 
     def __bool__(self) -> bool:
-        """True: `if recorder: recorder.record()` asks whether there is one, not whether it has recorded yet."""
+        """Return True: `if recorder: recorder.record()` tests whether there is one, not whether it is empty."""
         return True
 
     def __iter__(self) -> Iterator[State]:
@@ -170,29 +170,29 @@ class Recorder:
 
     @property
     def count(self) -> int:
-        """Return how many checkpoints have been recorded, kept or not."""
+        """The number of recorded checkpoints, kept or not."""
         return self.before.count + len(self._kept)
 
     @property
     def moments(self) -> Moments:
-        """The moments of all that has been recorded."""
+        """The moments of everything recorded."""
         if not self.count:
             raise ValueError("nothing has been recorded yet")
         return Trajectory(list(self), self.before).moments()
 
     @property
     def mean(self) -> State:
-        """The average of all that has been recorded."""
+        """The average of everything recorded."""
         return self.moments.mean
 
     @property
     def variance(self) -> State:
-        """The variance of all that has been recorded."""
+        """The variance of everything recorded."""
         return self.moments.variance
 
     @property
     def second_moment(self) -> State:
-        """The mean square of all that has been recorded."""
+        """The mean square of everything recorded."""
         return self.moments.second_moment
 
     def _take_up(self, disk: _Disk, resume: bool) -> None:
@@ -204,7 +204,7 @@ class Recorder:
             )
         if resume:
             self.before = disk.read_moments()
-            # Where recording was cut short, a checkpoint may have been counted in, and not been removed.
+            # After an interruption, a checkpoint may be in the moments, but not removed yet.
             kept = {number: path for number, path in found.items() if number > self.before.count}
             disk.check(kept, self.before.count)
             self._kept.extend(kept.values())
@@ -215,7 +215,7 @@ class Recorder:
 
 
 def _recorded(net: nn.Module) -> State:
-    """A copy of a network's tensors, on the CPU."""
+    """Copy a network's tensors to the CPU."""
     for name, parameter in net.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run the network once before recording it")
@@ -233,7 +233,7 @@ ENTRY, FOLDER = "recording", "recording in a folder"
 
 
 class _Disk:
-    """A folder of checkpoints. Whatever is interrupted, each file in it is whole."""
+    """A folder of checkpoints, in which each file is whole after any interruption."""
 
     def __init__(self, folder: Path, of: str) -> None:
         needed("safetensors.torch", "safetensors", FOLDER)
@@ -241,7 +241,7 @@ class _Disk:
         folder.mkdir(parents=True, exist_ok=True)
 
     def checkpoints(self) -> dict[int, Path]:
-        """By number, those that are there."""
+        """Return the existing checkpoints, by number."""
         paths = sorted(self.folder.glob("checkpoint-*.safetensors"))
         numbers = {path.stem.removeprefix("checkpoint-"): path for path in paths}
         return {int(number): path for number, path in numbers.items() if number.isdecimal()}
@@ -281,7 +281,7 @@ def _name(number: int) -> str:
     return f"checkpoint-{number:08d}.safetensors"
 
 
-# -- what the methods read ---------------------------------------------------------------------------------
+# -- trajectories ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -304,7 +304,7 @@ class Trajectory:
         return cls([fitting(state, network, f"checkpoints[{at}]") for at, state in enumerate(states)], before)
 
     def of_member(self, index: int) -> Trajectory:
-        """The trajectory of one member of `Members`, by the member's own names."""
+        """Return the trajectory of one member of `Members`, by the member's own names."""
         prefix = f"{index}."
 
         def alone(state: State) -> State:
@@ -314,14 +314,14 @@ class Trajectory:
         return Trajectory([alone(state) for state in self.states], before)
 
     def along(self) -> Iterator[tuple[State, Moments]]:
-        """Each checkpoint, with the moments of all up to it."""
+        """Yield each checkpoint, with the moments of all up to it."""
         moments = copy.deepcopy(self.before)
         for state in self.states:
             moments.add(state)
             yield state, moments
 
     def moments(self) -> Moments:
-        """The moments of all checkpoints, and of those before them."""
+        """Return the moments of all checkpoints, and of those before them."""
         return [moments for _, moments in self.along()][-1]
 
 
@@ -330,7 +330,7 @@ Checkpoints = Recorder | Trajectory | Iterable[Mapping[str, Tensor]]
 
 
 def fitting(state: Any, network: nn.Module, what: str, kinds: str = "a state dict") -> State:
-    """The tensors of a state dict, which must fit a network and have finite weights; `what` names it in errors."""
+    """Return the tensors of a state dict after checking that they fit and are finite; errors call it `what`."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{what} must be {kinds}, got {type(state).__name__}")
     tensors = tensors_of(state)
@@ -342,12 +342,12 @@ def fitting(state: Any, network: nn.Module, what: str, kinds: str = "a state dic
 
 
 def tensors_of(state: Mapping[str, Any]) -> State:
-    """The tensors of a state dict; anything else in it is a setting, not a weight."""
+    """Return the tensors of a state dict; anything else in it is a setting, not a weight."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) -> None:
-    """A checkpoint must have the tensors of a network's state dict, with their shapes."""
+    """Check that a checkpoint has the tensors of a network's state dict, with their shapes."""
     shapes = {name: value.shape for name, value in tensors_of(want).items()}
     for name in [*sorted(shapes.keys() - got.keys()), *sorted(got.keys() - shapes.keys())]:
         holds = "lacks" if name in shapes else "holds"
@@ -363,30 +363,30 @@ def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) ->
 
 
 def weights_of(network: nn.Module) -> State:
-    """The floating-point parameters by name, shared ones once; complex ones as pairs of real numbers."""
+    """Return the floating-point parameters by name, shared ones once; complex ones as pairs of real numbers."""
     return {name: _as_real(parameter) for name, parameter in network.named_parameters() if _is_weight(parameter)}
 
 
 def flat_weights(network: nn.Module) -> Tensor:
-    """The floating-point parameters in one vector, `[P]`."""
+    """Return the floating-point parameters in one vector, `[P]`."""
     return torch.cat([weight.flatten() for weight in weights_of(network).values()])
 
 
 def flat_state(state: State, network: nn.Module) -> Tensor:
-    """A checkpoint's weights `[P]`, in the order of the network's own, on the CPU and in float32 or better."""
+    """Return a checkpoint's weights `[P]`, in the order of the network's own, on the CPU and in float32 or better."""
     parts = [_as_real(state[name].detach()).flatten().cpu() for name in weights_of(network)]
     return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
 
 
 def unflattened(vector: Tensor, network: nn.Module) -> State:
-    """The weights in `vector [P]` by name, in the shapes and dtypes of the network's own."""
+    """Return the weights in `vector [P]` by name, in the shapes and dtypes of the network's own."""
     weights, own = weights_of(network), dict(network.named_parameters())
     parts = vector.split([weight.numel() for weight in weights.values()])
     return {name: _as_like(part, own[name]) for name, part in zip(weights, parts, strict=True)}
 
 
 def principal_directions(states: list[State], network: nn.Module, rank: int) -> Tensor:
-    """The `rank` orthogonal directions, of length 1, in which the states differ most, `[rank, P]`."""
+    """Return the `rank` orthonormal directions in which the states differ most, `[rank, P]`."""
     if rank >= len(states):
         raise ValueError(f"{rank=} needs {rank + 1} checkpoints or more, got {len(states)}")
     rows = torch.stack([flat_state(state, network) for state in states])

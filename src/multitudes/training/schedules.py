@@ -9,21 +9,21 @@ from typing import Any
 from multitudes.core.checks import check_choice, check_count, check_number
 
 Schedule = Callable[[float], float]
-"""From the share of the training that is done, in [0, 1), to the factor of the learning rate."""
+"""A function from the share of the training that is done, in [0, 1), to the factor of the learning rate."""
 
 
 def constant() -> Schedule:
-    """The same rate all along."""
+    """Keep the rate constant."""
     return lambda done: 1.0
 
 
 def linear() -> Schedule:
-    """Falls to 0 along a line."""
+    """Lower the rate to 0 linearly."""
     return lambda done: 1.0 - done
 
 
 def cosine() -> Schedule:
-    """Falls to 0 along half a cosine (Loshchilov & Hutter, 2017).
+    """Lower the rate to 0 along half a cosine (Loshchilov & Hutter, 2017).
 
     >>> [round(cosine()(done), 3) for done in (0, 0.25, 0.5, 0.75)]
     [1.0, 0.854, 0.5, 0.146]
@@ -32,13 +32,13 @@ def cosine() -> Schedule:
 
 
 def cyclic(cycles: int = 5) -> Schedule:
-    """A cosine that starts anew `cycles` times, for snapshots (Huang et al., 2017)."""
+    """Restart a cosine `cycles` times, for snapshots (Huang et al., 2017)."""
     check_count("cycles", cycles)
     return lambda done: 0.5 * (1 + math.cos(math.pi * (done * cycles % 1)))
 
 
 def multistep(milestones: Sequence[float] = (0.3, 0.6, 0.8), factor: float = 0.2) -> Schedule:
-    """Multiplied by `factor` at each of the `milestones`, shares of the training.
+    """Multiply the rate by `factor` at each of the `milestones`, shares of the training.
 
     >>> schedule = multistep((0.5, 0.75), factor=0.1)
     >>> [round(schedule(done), 3) for done in (0, 0.49, 0.5, 0.75)]
@@ -60,9 +60,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule_of(schedule: str | Mapping[str, Any] | Schedule, warmup: float = 0.0) -> Schedule:
-    """A schedule by name, by name and settings (`{"name": "cyclic", "cycles": 4}`), or a function as it is.
+    """Return a schedule by name, by name and settings (`{"name": "cyclic", "cycles": 4}`), or a function unchanged.
 
-    During the first `warmup` of the training, a share of it, the rate rises to the schedule's own along a line.
+    During `warmup`, a share of the training, the rate rises linearly to the schedule's own.
 
     >>> schedule = schedule_of("constant", warmup=0.5)
     >>> [schedule(done) for done in (0.0, 0.25, 0.5)]

@@ -1,4 +1,4 @@
-"""The loop of `fit`: `Trainer`, and what it tells of itself."""
+"""The loop of `fit`: `Trainer`, and its reports."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class Epoch:
     lr: float
     seconds: float
     validation: float | None = None
-    """The score on the validation data after it, lower is better, where there are any."""
+    """The score on the validation data after it, lower is better, if there are any."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a training, which callbacks get after each step; one that returns True ends the training."""
+    """Progress of a training, passed to callbacks after each step; a callback that returns True ends the training."""
 
     net: nn.Module
     epoch: int
     epochs: int
     batch: int
-    """How many of the epoch's batches are done, of `batches` where that is known."""
+    """The number of finished batches of the epoch, out of `batches` if that is known."""
     batches: int | None
     step: int
     last: Loss | float
     lr: float
     epoch_ended: bool
     validation: float | None = None
-    """The score on the validation data, where there are any and the epoch has ended."""
+    """The score on the validation data, if there are any and the epoch has ended."""
 
     @property
     def loss(self) -> float:
-        """The loss of the last batch, or the mean of the epoch that has ended. Asking may wait for a GPU."""
+        """The loss of the last batch, or the mean of a finished epoch. Reading it may wait for a GPU."""
         return float(self.last)
 
 
@@ -88,7 +88,7 @@ class TrainConfig:
 
 
 class Trainer:
-    """The loop of `fit`: one step after the other, from wherever a checkpoint has left off."""
+    """The loop of `fit`: one step after the other, from the start or from a checkpoint."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Trainer:
         self.device = device_in(self.net)
 
     def run(self) -> list[Epoch]:
-        """Train to the end; then the network has the weights of its best epoch, where it is validated."""
+        """Train to the end; if validated, the network then has the weights of its best epoch."""
         if self.checkpoint is not None:
             self.checkpoint.load(self.state, self.net, self.optimizer, self._settings())
         if self.config.compile:
@@ -137,7 +137,7 @@ class Trainer:
         return [Epoch(**epoch) for epoch in self.state.history]
 
     def _held(self) -> AbstractContextManager[HeldSignals | None]:
-        """Signals wait for the step at hand where there is a file to save it in, and no other process waits for it."""
+        """Hold back signals until a step ends, if there is a checkpoint and a single process."""
         alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
         return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
 
@@ -166,14 +166,14 @@ class Trainer:
         self._keep(epoch_ended=True)
 
     def _validate(self) -> float | None:
-        """Score the network after an epoch, and copy its weights where they are the best so far."""
+        """Score the network after an epoch, and copy its weights if they are the best so far."""
         validation, state = self.config.validation, self.state
         if validation is None:
             return None
         while (score := self._score(validation)) is None:
-            self._keep()  # the epoch's last step, from which the score is computed again
+            self._keep()  # saves the epoch's last step; resuming computes the score again
         accelerator = self.config.accelerator
-        if accelerator is not None and accelerator.num_processes > 1:  # whose buffers may differ; the first one decides
+        if accelerator is not None and accelerator.num_processes > 1:  # buffers may differ; the first decides
             score = float(accelerator.gather(torch.tensor([score], dtype=torch.float64, device=self.device))[0])
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
@@ -191,7 +191,7 @@ class Trainer:
         return self.held is not None and self.held.pending
 
     def _keep(self, epoch_ended: bool = False) -> None:
-        """Save the training where that is due, or where the process is asked to end, which it then does."""
+        """Save the training if that is due or the process is asked to end; deliver the signal afterwards."""
         held = self.held if self._asked_to_end() else None
         if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
             self._look(all_of_them=True)
@@ -203,7 +203,7 @@ class Trainer:
         """Iterate the rest of the current epoch, on the network's device."""
         state, done = self.state, self.state.batch
         now = random_state(self.device)
-        if done:  # the order of the batches follows from the random state that the epoch began with
+        if done:  # the epoch's first random state determines the order of batches
             set_random_state(state.epoch_random, self.device)
         else:
             state.epoch_random = now
@@ -214,7 +214,7 @@ class Trainer:
             yield self._on_device(batch, f"batch {number} of data")
 
     def _on_device(self, batch: Any, what: str) -> tuple[Input, Tensor, Tensor | None]:
-        """Input, targets and weights of a batch, which an error names by `what`."""
+        """Return input, targets and weights of a batch, which errors call `what`."""
         x, y = split_batch(batch)
         if y is None:
             raise ValueError(f"{what} must have targets, (x, y), got an input alone")
@@ -234,7 +234,7 @@ class Trainer:
         if self.config.class_weights is not None:
             self.config.class_weights.check(self.net, x)
         if self.config.compile and self.state.step == 0:
-            self.net._prepare(x)  # which cannot be found out while it compiles
+            self.net._prepare(x)  # cannot run during compilation
         with self._autocast():
             loss = self.wrapped(x, y, weight)
         kept = self.losses.add(loss, (x, y, weight), self.state.step + 1)
@@ -252,7 +252,7 @@ class Trainer:
         return kept
 
     def _look(self, all_of_them: bool = False) -> None:
-        """Look at the losses that have arrived: one that is bad ends the training."""
+        """Read the losses that have arrived; a bad one ends the training."""
         for loss in self.losses.take(all_of_them):
             if loss.bad:
                 raise FloatingPointError(self._diagnosis(loss))
@@ -288,8 +288,8 @@ class Trainer:
             self.checkpoint.save(self.state, self.net, self.optimizer, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        """Settings that must be those of a checkpoint for a training to resume from it."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        """Return the settings that must equal those of a checkpoint to resume from it."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # unwrap Accelerate's
         validation = self.config.validation
         return {
             "epochs": self.epochs,
@@ -301,7 +301,7 @@ class Trainer:
         }
 
     def _distribute(self, accelerator: Any) -> None:
-        """Gradients are synchronised by wrapping the objective, and each process gets its share of the batches."""
+        """Wrap the objective to synchronise gradients, and give each process its share of the batches."""
         self.device = accelerator.device
         self.wrapped, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
         if isinstance(self.data, DataLoader):
@@ -312,11 +312,11 @@ class Trainer:
 
 
 class _Share:
-    """Every n-th batch, as many for each process."""
+    """Every n-th batch, with equal numbers for all processes."""
 
     def __init__(self, data: Iterable[Any], index: int, processes: int) -> None:
         self.data, self.index, self.processes = data, index, processes
-        if hasattr(data, "start"):  # where it can, it begins at any batch of any epoch
+        if hasattr(data, "start"):  # data that can start at any batch of any epoch
             self.start = lambda epoch, batch: data.start(epoch, batch * processes)
 
     def __length_hint__(self) -> int:
@@ -333,7 +333,7 @@ class _Share:
 
 @torch.no_grad()
 def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str:
-    """Name the input, weight or layer's output that first holds NaN or infinity when `compute` runs `net` on `x`."""
+    """Name the input, weight or layer output that first holds NaN or infinity when `compute` runs `net` on `x`."""
     if any(_bad(tensor) for tensor in tensors_in(x)):
         return "the input holds NaN or infinite values"
     for name, parameter in net.named_parameters():
@@ -347,7 +347,7 @@ def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str
 
     layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
     members = [net] if isinstance(net, Members) else []
-    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks see layers that run one by one
+    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need layers that run one by one
         compute()
     return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
 

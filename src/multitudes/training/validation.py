@@ -1,4 +1,4 @@
-"""Validation: the score of all members and draws together on data that are not trained on, and the best weights."""
+"""Validation: the score of the joint prediction on held-out data, and the best weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from multitudes.training.objective import batches_from
 from multitudes.training.recorder import tensors_of
 
 STOP_BY = ("score", "error")
-"""Scores to validate by: that of the network's task, or the error of its mean prediction."""
+"""Scores to validate by: the score of the network's task, or the error of its mean prediction."""
 
 Prepare = Callable[[Any, str], tuple[Input, Tensor, Tensor | None]]
 """`(batch, its name for errors) -> (x, y, weight)`, on the network's device."""
 
 
 def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> tuple[Tensor, Tensor]:
-    """The score of each target, lower is better, and its weight, shaped alike; 0 where the target is ignored.
+    """Return the score of each target, lower is better, and its weight, in the same shape; 0 for ignored targets.
 
     By task: the negative log of the members' mean probability of the class, or of yes or no; the negative log density
     of the members' mixture ("gaussian"); the squared error of their mean ("regression"); the pinball loss of their mean
-    quantiles. By `"error"`, values of every task have the squared error of their mean. `weight` is `[B]`, or has y's
+    quantiles. By `"error"`, the squared error of the mean for all tasks with values. `weight` is `[B]`, or has y's
     shape.
 
     >>> p = Predictive(torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]]))
@@ -49,14 +49,14 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
 
 
 class Validation:
-    """Batches to score a network on: in the same order, and with the same draws, each time."""
+    """Batches to score a network on, with the same order and the same draws each time."""
 
     def __init__(self, batches: Iterable[Any], stop_by: str = "score", patience: int | None = None) -> None:
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.stop_by, self.patience = stop_by, patience
 
     def check(self, net: Multitude, prepare: Prepare) -> None:
-        """An error where there is no batch, or where the first cannot be scored: before the training, not after."""
+        """Raise an error before the training if there is no batch, or the first one cannot be scored."""
         with seeded(0):
             first = next(batches_from(self.batches), None)
         if first is None:
@@ -65,9 +65,9 @@ class Validation:
         self._sums(net, lambda: [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
-        """The mean score of all targets; None where `ended` says between batches to stop.
+        """Return the mean score of all targets; None if `ended` returns True between batches.
 
-        By `"error"` it is the root of the mean of values.
+        For `"error"` on values, return the root of the mean.
         """
         sums = self._sums(net, lambda: batches_from(self.batches), prepare, ended)
         if sums is None:
@@ -84,7 +84,7 @@ class Validation:
         prepare: Prepare,
         ended: Callable[[], bool] = lambda: False,
     ) -> tuple[float, float] | None:
-        """The sum of the scores times weights, and of the weights."""
+        """Return the sum of the scores times weights, and the sum of the weights."""
         total = count = 0.0
         with unmoved(net.network, ()), seeded(0):
             for number, batch in enumerate(batches()):
@@ -103,21 +103,21 @@ class Validation:
 
 
 def settle(net: Multitude, x: Input) -> None:
-    """Let a network find out what it must know before its first run, and keep it."""
+    """Prepare a network for its first run, and keep the result."""
     with input_errors(x), plain_attention():
         net.settle(x)
 
 
 def copied_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """A copy of a network's weights and buffers."""
+    """Copy a network's weights and buffers."""
     return {name: value.detach().clone() for name, value in tensors_of(net.state_dict()).items()}
 
 
 def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a network the values that `copied_tensors` copied, in the tensors that it has."""
+    """Restore the values that `copied_tensors` copied, in the network's own tensors."""
     now = net.state_dict()
     for name, value in tensors.items():
-        if now[name].shape != value.shape:  # a buffer that the network's own code has replaced since
+        if now[name].shape != value.shape:  # the network's own code has replaced this buffer
             path, _, last = name.rpartition(".")
             net.get_submodule(path)._buffers[last] = value.to(now[name].device, copy=True)
     net.load_state_dict(tensors, strict=False)

@@ -1,4 +1,4 @@
-"""Many draws of a network whose layers draw: the layers' protocol, the engine, memory, adaptive numbers.
+"""Draws of networks with stochastic layers: the layers' protocol, the engine, memory, adaptive counts.
 
-`stochastic.py` is what a layer of your own subclasses. Imports `core` alone.
+Subclass the layer in `stochastic.py` for your own. Imports only `core`.
 """

@@ -1,4 +1,4 @@
-"""Adaptive draws: as many for each input as its answer needs."""
+"""Adaptive draws: as many per input as its prediction needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multitudes.core.proof import rows_interact
 from multitudes.core.tasks.predictive import Predictive
 
 FEWEST = 8
-"""Draws before any input may stop: fewer would often agree by chance, and their spread be taken for 0."""
+"""Draws before any input may stop; fewer often agree by chance, which makes their spread look like 0."""
 
 
 def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
@@ -36,7 +36,7 @@ def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
 
 
 def schedule(max_draws: int) -> list[int]:
-    """Counts of draws after which inputs may stop: each twice the one before, the last at most `max_draws`.
+    """Return the counts of draws after which inputs may stop: each doubles the last, up to `max_draws`.
 
     >>> schedule(200), schedule(10)
     ([12, 24, 48, 96, 192], [10])
@@ -56,9 +56,9 @@ def predict_adaptively(
 ) -> Predictive:
     """Draw a multitude until the standard error of each input's mean prediction, by `read`, is below `tolerance`.
 
-    The counts double, so an input that stops early has its draws repeated to the common number: that moves no mean
-    over its draws (only the share of pairs that disagree, which counts a draw and its copy). `Predictive.draws` tells
-    each input's own number.
+    The counts double, so an input that stops early can repeat its draws to reach the common number. This changes no
+    mean over draws, only the share of pairs that disagree, which counts a draw and its copy. `Predictive.draws` holds
+    the number for each input.
     """
     _check(net, x, tolerance, max_draws)
     counts = schedule(max_draws)
@@ -93,9 +93,9 @@ def predict_adaptively(
 
 
 def _standard_error(drawn: Tensor, read: Callable[..., Predictive]) -> Tensor:
-    """The largest standard error of an input's mean prediction, `[B]`, from draws `[D, M, B, ...]`.
+    """Return the largest standard error of an input's mean prediction, `[B]`, from draws `[D, M, B, ...]`.
 
-    The members are what they are; what another run would change are the draws.
+    Members are fixed; only the draws vary between runs.
     """
     draws, members = drawn.shape[:2]
     values = read(drawn.flatten(0, 1)).member_values.unflatten(0, (draws, members))

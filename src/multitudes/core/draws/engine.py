@@ -1,9 +1,9 @@
-"""Draws: many predictions of a network that draws.
+"""Make many draws of a network.
 
-A stochastic layer computes one draw for one batch. There are two runners: `vmapped` makes all draws at once, under
-vmap, which computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each
-draw has a random source of its own, made from the seed and the draw's number, so that a seed gives the same draws with
-both runners and in chunks of any size.
+A stochastic layer computes one draw of one batch. There are two runners: `vmapped` makes all draws at once under vmap,
+and computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each draw has
+its own random source, made from the seed and the draw's number. Thus a seed gives the same draws with both runners and
+any chunk size.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from multitudes.core.settings import holding
 from multitudes.core.trace import Trace, recording, unmoved
 
 CACHED = 128e6
-"""Bytes that draws may hold at once on a CPU, however much memory there is: with more, each draw takes longer."""
+"""Bytes that draws may take at once on a CPU, even if more is free: beyond that, each draw takes longer."""
 
 
 @dataclass
 class Run:
-    """A network that draws, and an input; `predict` makes one draw of every member, `[B, ...] -> [M, B, ...]`."""
+    """A stochastic network and an input; `predict` makes one draw of every member, `[B, ...] -> [M, B, ...]`."""
 
     network: nn.Module
     layers: Sequence[Stochastic]
@@ -43,23 +43,23 @@ class Run:
     memory: float | None = None
 
     def budget(self) -> float:
-        """Return how many bytes draws may hold at once: by default a quarter of what is free."""
+        """Return how many bytes draws may take at once: by default a quarter of the free memory."""
         return free_bytes(tensors_in(self.x)[0].device) / 4 if self.memory is None else self.memory
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes alive at once: `shared` by all draws, when the first random number is drawn, and for `each` draw."""
+    """Peak memory in bytes: `shared` at the first random number, plus `each` per draw."""
 
     shared: float
     each: float
 
 
 def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
-    """Make the draws of these numbers one after the other: `[D, M, B, ...]`.
+    """Make the draws of these numbers in a loop: `[D, M, B, ...]`.
 
-    With `seeds_torch`, torch's own random state is seeded for each draw, and put back after it, for networks whose code
-    draws from it. Other threads see that state meanwhile; there is no other way to give such code a seed.
+    With `seeds_torch`, torch's own random state is seeded for each draw and restored after it, for networks whose code
+    draws from it. Other threads see that state meanwhile; such code cannot be seeded in another way.
     """
     drawn = []
     for number in numbers:
@@ -79,13 +79,13 @@ def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
 
 @dataclass
 class Draws:
-    """Make a multitude's draws. The fields are caches, which no file keeps.
+    """Make a multitude's draws. The fields are caches; not saved.
 
-    `runner` is "vmapped" until vmap fails, or gives other draws than `one_by_one`.
+    `runner` is "vmapped" until vmap fails, or its draws differ from those of `one_by_one`.
     """
 
     runner: str = "vmapped"
-    seeds_torch: bool = False  # whether random numbers come from torch's own state as well
+    seeds_torch: bool = False  # True if code also draws from torch's random state
     verdicts: Verdicts = field(default_factory=Verdicts)
     costs: dict[Hashable, Cost] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class Draws:
         return self._drawn(run, numbers) if seed is None else self._seeded(run, numbers)
 
     def _seeded(self, run: Run, numbers: range) -> Tensor:
-        """Make draws that a seed repeats; leave torch's random state as it was."""
+        """Make repeatable draws of a seed; leave torch's random state as it was."""
         if not self.seeds_torch:
             before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
             drawn = self._drawn(run, numbers)
@@ -111,19 +111,19 @@ class Draws:
         return one_by_one(run, numbers, seeds_torch=True)
 
     def _drawn(self, run: Run, numbers: range) -> Tensor:
-        """Make draws under vmap where that works and they share some computation; otherwise one by one."""
+        """Make draws under vmap if that works and they share some computation; otherwise one by one."""
         nothing_shared = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
         if self.runner == "one_by_one" or nothing_shared:
             return one_by_one(run, numbers)
         try:
             return self._in_chunks(run, numbers)
-        except OverBudget:  # two draws are too many
+        except OverBudget:  # too little memory for two draws
             return one_by_one(run, numbers)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             place, trouble = _culprit(run.network, error.__traceback__), str(error).splitlines()[0]
-        drawn = one_by_one(run, numbers)  # an error where the input does not fit
+        drawn = one_by_one(run, numbers)  # raises if x does not fit
         self.runner = "one_by_one"
         warnings.warn(
             f"vmap cannot run {place} ({trouble}), so the draws run one after the other, which is slower", stacklevel=2
@@ -131,7 +131,7 @@ class Draws:
         return drawn
 
     def _in_chunks(self, run: Run, numbers: range) -> Tensor:
-        """Make draws under vmap, as many at once as fit; two show for each new size how much memory they take."""
+        """Make draws under vmap, in chunks that fit in memory; two draws of each new input size measure their need."""
         key = cost_key(run.x)
         if key not in self.costs:
             self.costs[key] = self._cost(run, numbers[-2:])
@@ -140,20 +140,20 @@ class Draws:
             budget = run.budget()
             most = budget if tensors_in(run.x)[0].is_cuda else CACHED
             size = int(min(budget - cost.shared, most) / cost.each)
-        if size <= 1:  # chunks of one share nothing
+        if size <= 1:  # one draw per chunk shares nothing
             return one_by_one(run, numbers)
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _cost(self, run: Run, numbers: range) -> Cost:
-        """Return what these draws cost under vmap; raise an error if they differ from draws made one by one."""
-        meter, written = Meter(run.budget() / 2), Trace()  # an operation's result is seen only when it is there
+        """Return the memory that draws take under vmap; raise an error if they differ from draws made one by one."""
+        meter, written = Meter(run.budget() / 2), Trace()  # half: it counts results only once they exist
         with unmoved(run.network, run.x, written), meter:
             vmapped(run, numbers, meter)
         runner = "vmapped", torch.is_grad_enabled()
         try:
             reason = self.verdicts.reason(runner, run.network, run.x, lambda: _difference(run, numbers, written))
-        except torch.OutOfMemoryError as error:  # of the moved weights, which draws do not need
+        except torch.OutOfMemoryError as error:  # from the moved weights, which draws do not need
             raise OverBudget from error
         if reason:
             raise ValueError(reason)
@@ -162,13 +162,13 @@ class Draws:
 
 
 def _difference(run: Run, numbers: range, written: Trace) -> str:
-    """Return how draws under vmap differ from the last of them made alone; `written` shows what they write."""
+    """Describe how draws under vmap differ from the last of them made alone; `written` holds what they write."""
     if names := sorted(written.attributes | written.buffers):
         return f"it writes {names[0]!r} as it runs, which each draw must do by itself"
 
     def drawn(runner: Callable[[Run, range], Tensor], own: range) -> Callable[[Input], Tensor]:
         def last(x: Input) -> Tensor:
-            with holding(run.layers, "expects", False):  # which a verification holds to be true
+            with holding(run.layers, "expects", False):  # a verification sets it
                 return runner(run, own)[-1]
 
         return last
@@ -177,7 +177,7 @@ def _difference(run: Run, numbers: range, written: Trace) -> str:
 
 
 def cost_key(x: Input) -> Hashable:
-    """Return a key of inputs whose draws are computed in the same way and cost the same memory."""
+    """Return a cache key for inputs whose draws run in the same way and take the same memory."""
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     device = tensors[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -193,7 +193,7 @@ def _draws_from_torch(run: Run, numbers: range) -> bool:
 
 
 def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
-    """Return the innermost of the network's own modules that an error passed through."""
+    """Return the innermost of the network's modules in a traceback."""
     names = {id(module): name for name, module in network.named_modules()}
     found = "the network itself"
     while traceback is not None:
@@ -205,9 +205,9 @@ def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
 
 
 def check_called(network: nn.Module, x: Input, predict: Callable[[Input], Tensor]) -> None:
-    """Run a network once; raise an error where it computes with the weight of a layer that draws past its forward.
+    """Run a network once; raise an error if it uses the weight of a stochastic layer without calling the layer.
 
-    The noise of that layer would be left out in silence.
+    Such a layer's noise would be left out silently.
     """
     drawing_layers = {name: module for name, module in network.named_modules() if isinstance(module, Stochastic)}
     layers = {name: layer for name, layer in drawing_layers.items() if next(layer.parameters(), None) is not None}
@@ -216,14 +216,14 @@ def check_called(network: nn.Module, x: Input, predict: Callable[[Input], Tensor
         for name, layer in layers.items()
         for own, parameter in layer.named_parameters()
     }
-    if not layers or "" in drawing_layers:  # a network that is such a layer itself is always called
+    if not layers or "" in drawing_layers:  # a network that is itself such a layer is always called
         return
     trace = Trace()
     watched = recording(network, layers, trace, tensors=False, functions=owners.keys())
     try:
         with unmoved(network, x), expecting(network), torch.no_grad(), watched:
             predict(x)
-    finally:  # a weight with components has another rank, at which the run may fail
+    finally:  # a run may fail on a weight with components, which has another rank
         for use in trace.functions:
             if not use.inside:
                 raise InputError(

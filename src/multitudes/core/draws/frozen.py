@@ -1,8 +1,8 @@
 """Frozen layers: noise on activations with the same random numbers each time.
 
-The numbers are computed from one that the layer keeps, by a hash of 32-bit integers, so that they need no storage, fit
-inputs of any size, and are the same on every device, under `torch.vmap`, compiled and exported. All rows of a batch
-share them. Two runs, of two rows and of three, show which axis is the batch axis.
+The numbers are a hash, in 32-bit integers, of a seed that the layer keeps. They need no storage, fit inputs of any
+size, and are the same on every device, under `torch.vmap`, compiled and exported. All rows of a batch share them. Two
+runs, with two rows and with three, show which axis is the batch axis.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Shape = tuple[int, ...]
 
 
 class Frozen(Sharing):
-    """A layer that draws, with the same random numbers each time, and for all rows of a batch.
+    """A stochastic layer with the same random numbers each time, for all rows of a batch.
 
-    It shares the layer's registries and has its settings as attributes. `frozen`, a buffer, is the seed of its numbers.
-    With an empty list as `kept`, the numbers of the next call become constants. `_axes` has the batch axis for each
-    rank, where it is not the first; None for numbers that do not belong to rows.
+    It shares the layer's registries and settings. `frozen`, a buffer, is the seed of its numbers. With an empty list as
+    `kept`, the numbers of the next call become constants. `_axes` maps a rank to its batch axis, if that is not the
+    first; to None for numbers that do not belong to rows.
     """
 
     shares = "layer"
     layer: Stochastic
     frozen: Tensor
     kept: list[Tensor] | None = None
-    seen: list[Shape] | None = None  # the shapes of the numbers, while the batch axis is looked for
+    seen: list[Shape] | None = None  # shapes of the numbers, recorded while finding the batch axis
     _axes: dict[str, int | None] | None
 
     def __init__(self, layer: Stochastic, seed: Tensor) -> None:
@@ -49,7 +49,7 @@ class Frozen(Sharing):
             return self.layer(*args, **kwargs)
 
     def axis(self, shape: Shape) -> int | None:
-        """Return the batch axis of numbers of this shape; None where they do not belong to rows."""
+        """Return the batch axis of numbers of this shape; None if they do not belong to rows."""
         if self.layer.noise != "rows":
             return None
         if self.seen is not None:
@@ -74,7 +74,7 @@ class Frozen(Sharing):
 
 
 class _Numbers:
-    """The source of a frozen layer's numbers: a `Draw` whose numbers are the same each time and for all rows."""
+    """The random source of a frozen layer: a `Draw` with the same numbers each time and for all rows."""
 
     def __init__(self, layer: Frozen) -> None:
         self.layer = layer
@@ -99,11 +99,11 @@ class _Numbers:
     def _new(self, kind: str, count: int, device: torch.device) -> Tensor:
         if kind == "uniform":
             return self._uniform(count, device)
-        radius = torch.sqrt(-2 * torch.log(1 - self._uniform(count, device)))  # Box and Muller's
+        radius = torch.sqrt(-2 * torch.log(1 - self._uniform(count, device)))  # Box-Muller
         return radius * torch.cos(2 * math.pi * self._uniform(count, device))
 
     def _uniform(self, count: int, device: torch.device) -> Tensor:
-        """Return float32 numbers from [0, 1), `[count]`, other ones at each call."""
+        """Return float32 numbers from [0, 1), `[count]`, different ones at each call."""
         self.stream += 1
         seed = self.seed.to(device)
         index = torch.arange(count, device=device)
@@ -126,14 +126,14 @@ def scrambled(numbers: Tensor) -> Tensor:
 
 
 def rows_to_find(network: nn.Module) -> dict[str, Frozen]:
-    """Return the frozen layers whose numbers have a batch axis that has yet to be found, by name."""
+    """Return the frozen layers whose batch axis was not found yet, by name."""
     modules = network.named_modules()
     return {name: module for name, module in modules if isinstance(module, Frozen) and module._axes is None}
 
 
 @torch.no_grad()
 def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None:
-    """Find the batch axes of frozen layers' numbers: those that are longer for more rows."""
+    """Find the batch axes of frozen layers' numbers: the axes that grow with the number of rows."""
     layers = rows_to_find(network)
     if layers:
         with unmoved(network, x):
@@ -145,14 +145,14 @@ def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None
 def _shapes(
     layers: Mapping[str, Frozen], x: Input, count: int, run: Callable[[Input], Any]
 ) -> dict[str, Sequence[Shape]]:
-    """Return the shapes of layers' numbers in a run of `count` rows; none if the network takes batches of one size."""
+    """Return the shapes of layers' numbers in a run of `count` rows; none if the network needs a fixed batch size."""
     for layer in layers.values():
         layer.seen = []
     try:
         run(rows(x, torch.zeros(count, dtype=torch.int64)))
         return {name: layer.seen or () for name, layer in layers.items()}
-    except Exception:  # of the user's own code, which may take batches of one size
-        run(x)  # where x does not fit, the network says so
+    except Exception:  # from the user's code, which may need a fixed batch size
+        run(x)  # raises the network's own error if x does not fit
         return dict.fromkeys(layers, ())
     finally:
         for layer in layers.values():
@@ -160,7 +160,7 @@ def _shapes(
 
 
 def _axes(name: str, layer: Frozen, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:
-    """Return the batch axis for each rank, where it is not the first, from the shapes for two rows and for three."""
+    """Return the batch axis for each rank if it is not the first, from the shapes for two rows and for three."""
     found: dict[str, int | None] = {}
     for one, other in zip(two, three, strict=False):
         longer = (axis for axis, (few, more) in enumerate(zip(one, other, strict=False)) if few != more)

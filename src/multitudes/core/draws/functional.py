@@ -1,9 +1,9 @@
-"""Dropout that is no layer: modules whose own code draws in training, found by observation and kept on.
+"""Functional noise: modules whose own code draws in training, found by observation and kept on in evaluation.
 
-`F.dropout` in a `forward`, attention with `dropout_p`, a mask from `torch.rand` behind `if self.training`: a network in
-evaluation is silent about all of them. One run in training mode shows which modules draw. Each such module then runs
-its own code as in training, with random numbers that are those of a draw (`FunctionalNoise`), while the modules inside
-it stay as they are.
+Examples are `F.dropout` in a `forward`, attention with `dropout_p`, and a mask from `torch.rand` behind
+`if self.training`, none of which is a layer. Two runs, one in training mode and one in evaluation mode, show which
+modules draw only in training. Each of them then runs its own code as in training, with the random numbers of a draw
+(`FunctionalNoise`), while its child modules stay in evaluation mode.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MARK = "keeps_functional_noise"
 _ACTIVATIONS = (nn.RReLU,)
 _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention", "feature_dropout",
           "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # fmt: skip
-"""Functions that give what they are given where nothing is dropped."""
+"""Functions that return their input if they drop nothing."""
 
 
 class FunctionalNoise(Stochastic):
-    """The random numbers of a module's own code; `rate`, if given, is that of its dropout."""
+    """Random numbers for a module's own code; `rate`, if given, replaces its dropout rate."""
 
-    still = False  # whether dropout drops nothing, while the module's code runs as in training
+    still = False  # True: run the code as in training, but drop nothing
 
     def __init__(self, rate: float | None = None) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FunctionalNoise(Stochastic):
         before = module.training
         module.training = not self.expects
         try:
-            if self.expects or (before and self.draw is None and self.rate is None):  # torch's own is as good
+            if self.expects or (before and self.draw is None and self.rate is None):  # torch's own numbers are as good
                 return run()
             check = partial(_check_not_checkpointed, module) if torch.is_grad_enabled() else None
             with Redrawn(self, check):
@@ -58,7 +58,7 @@ class FunctionalNoise(Stochastic):
             module.training = before
 
     def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
-        """Dropout's mask."""
+        """Return dropout's mask."""
         if self.still:
             return STILL.kept(shape, p, like)
         p = p if self.rate is None else self.rate
@@ -72,10 +72,10 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def _check_not_checkpointed(module: nn.Module, function: str) -> None:
-    """Raise an InputError where a module's own code draws inside `torch.utils.checkpoint`.
+    """Raise an InputError if a module's own code draws inside `torch.utils.checkpoint`.
 
-    What runs again in the backward pass would draw other numbers, since this source is gone by then. Checkpoints around
-    the module are no matter: they run all of it again.
+    The backward pass would recompute that code without this source, and draw other numbers. Checkpoints around the
+    whole module are fine, since they rerun all of it.
     """
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not FunctionalNoise.forward.__code__:
@@ -91,7 +91,7 @@ _KEPT: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def kept_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A module's class, with its forward run by its `FunctionalNoise`; the same one each time."""
+    """Return a subclass whose forward runs through its `FunctionalNoise`; cached."""
     if kind in _KEPT:
         return _KEPT[kind]
 
@@ -104,38 +104,38 @@ def kept_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before its noise was kept on."""
+    """Return the class of a module before its noise was kept on."""
     return vars(type(module)).get("own_class", type(module))
 
 
-# -- finding it --------------------------------------------------------------------------------------------
+# -- finding functional noise ------------------------------------------------------------------------------
 
 
 def noise_to_keep(network: nn.Module, rate: float | None) -> None:
-    """Mark a network: its functional noise is to be kept on, once an input shows where it is."""
+    """Mark a network: keep its functional noise on, once an input shows where it is."""
     vars(network)[_MARK] = {"rate": rate}
 
 
 def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
-    """Mark a network: functional noise that is found later is to be frozen, with numbers that come from a seed."""
+    """Mark a network: freeze functional noise that is found later, with numbers from a seed."""
     network.register_buffer(SEED, seed)
 
 
 def to_be_kept(network: nn.Module) -> bool:
-    """Return whether the network's functional noise is to be kept on, and has not been looked for yet."""
+    """Return whether the network's functional noise is to be kept on, but was not searched for yet."""
     return _MARK in vars(network)
 
 
 def noise_to_find(network: nn.Module) -> bool:
-    """Return whether an input has yet to show functional noise, or the batch axes of frozen noise."""
+    """Return whether functional noise, or the batch axes of frozen noise, have yet to be found by running an input."""
     return to_be_kept(network) or bool(rows_to_find(network))
 
 
 def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> dict[str, str]:
     """Find the batch axes of frozen noise, and keep on what the network's own code draws in training.
 
-    Return what is kept on, by the module's name; noise that cannot be kept on is an error each time. In a network that
-    is frozen, what is found is frozen too.
+    Return a note for each module that was kept on, by its name. Raise an error for noise that cannot be kept on. In a
+    frozen network, the noise is frozen too.
     """
     find_rows(network, x, run)
     if not to_be_kept(network):
@@ -151,7 +151,7 @@ def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> 
 
 
 def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float | None) -> dict[str, set[str]]:
-    """Keep on what is found; the modules, and the functions by which they draw."""
+    """Keep on the noise that is found; return the modules, with the functions by which they draw."""
     found = _found(network, x, run)
     for name in found:
         module = network.get_submodule(name)
@@ -163,7 +163,7 @@ def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float |
         module.__class__ = kept_class(type(module))
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # else it reads the weights of its layers instead of calling them
+            module.activation_relu_or_gelu = 0  # fast path: reads the weights of its layers instead of calling them
     try:
         _check_only_noise(network, x, run, found)
     except BaseException:
@@ -176,7 +176,7 @@ def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float |
 
 
 def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
-    """The modules whose own code draws in training and not in evaluation, and by which functions."""
+    """Find the modules whose own code draws in training but not in evaluation, and the functions that they draw by."""
     seen: dict[bool, dict[str, set[str]]] = {}
     for training in (True, False):
         with (
@@ -204,7 +204,7 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
 
 
 def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], found: dict[str, set[str]]) -> None:
-    """An error where code that asks `self.training` does more than drop: then evaluation would be something else."""
+    """Raise an error if code under `self.training` does more than drop, since keeping it on would change evaluation."""
     if not found or not all(functions <= _DROPS for functions in found.values()):
         return
     with holding(network.modules(), "training", False), unmoved(network, x), torch.no_grad():

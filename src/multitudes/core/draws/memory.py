@@ -1,4 +1,4 @@
-"""Memory that a computation takes, that it may take, and that is free."""
+"""Measure and limit the memory of a computation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 class OverBudget(Exception):
-    """A computation holds more memory than it may."""
+    """A computation that holds more memory than its budget."""
 
 
 class Meter(Overlapping, TorchDispatchMode):
-    """Count the memory of the tensors made inside that are alive at once; raise `OverBudget` above `budget` bytes.
+    """Measure the peak memory of the tensors made inside; raise `OverBudget` above `budget` bytes.
 
-    Tensors that were there before are not counted, nor what an operation needs for itself alone. `base` is what was
-    alive when memory was first reserved; `peak` is the most since then.
+    Neither earlier tensors nor the scratch memory of operations count. `base` is the amount at the first `reserve`;
+    `peak` is the maximum since then.
     """
 
     def __init__(self, budget: float = inf) -> None:
@@ -48,7 +48,7 @@ class Meter(Overlapping, TorchDispatchMode):
         return result
 
     def reserve(self, size: int) -> None:
-        """Ask for memory before it is taken; the first time, note how much is alive as `base`."""
+        """Check the budget before memory is allocated; the first time, set `base`."""
         if self.base is None:
             self.base = self.peak = self.live
         self._check(self.live + size)
@@ -83,7 +83,7 @@ def in_bytes(memory: str | int | float) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return how much memory is free on a device; 8 GB where that is unknown."""
+    """Return the free memory of a device in bytes; 8 GB if that is unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)

@@ -17,11 +17,11 @@ from multitudes.core.settings import holding
 
 
 class Stochastic(nn.Module):
-    """A layer that draws random numbers, in training and in evaluation.
+    """A layer that draws random numbers in training and in evaluation.
 
-    It computes one draw for one batch and does not depend on how many there are. A subclass's `forward` takes its
-    random numbers from `self.normal` and `self.uniform`; where `self.expects` is true, it computes with expectations
-    instead. `noise` is the kind of noise: `"rows"`, other noise for each row of the batch; `"weights"`, weights for the
+    It computes one draw of one batch, and does not depend on the number of draws. A subclass's `forward` takes its
+    random numbers from `self.normal` and `self.uniform`; if `self.expects` is true, it computes with expectations
+    instead. `noise` is the kind of noise: `"rows"`, different for each row of the batch; `"weights"`, weights for the
     whole batch; `"network"`, all the weights of a network, so that two draws share no computation.
 
     >>> class Jitter(Stochastic):
@@ -34,24 +34,24 @@ class Stochastic(nn.Module):
     draw: Draw | None = None
 
     def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Standard normal numbers, in the dtype and on the device of `like`."""
+        """Return standard normal numbers, in the dtype and on the device of `like`."""
         if self.draw is not None:
             return self.draw.numbers("normal", tuple(shape), like.dtype, like.device)
         return torch.randn(tuple(shape), dtype=like.dtype, device=like.device)
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Numbers from [0, 1), on the device of `like` and in its dtype, or float32 where that is too coarse."""
+        """Return numbers from [0, 1), on the device and in the dtype of `like`, or float32 if that is too coarse."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         if self.draw is not None:
             return self.draw.numbers("uniform", tuple(shape), dtype, like.device)
         return torch.rand(tuple(shape), dtype=dtype, device=like.device)
 
     def fold(self) -> nn.Module | None:
-        """Return one draw as a plain layer; None where none computes it, as with other noise for each row."""
+        """Return one draw as a plain layer; None if no layer computes it, for example if rows have different noise."""
         return None
 
     def attach(self, network: nn.Module) -> None:
-        """Make one draw for a whole network, each time it runs: `begin` and `end` become its forward hooks."""
+        """Make one draw for a whole network each time it runs: register `begin` and `end` as its forward hooks."""
         network.register_forward_pre_hook(self.begin)
         network.register_forward_hook(self.end, always_call=True)
 
@@ -77,16 +77,16 @@ class Draw:
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the draw's next random numbers."""
         several = torch._C._functorch.is_batchedtensor(self.index)
-        ask = _Numbers.apply if several else _Numbers.forward  # the former takes a tenth of a millisecond
+        ask = _Numbers.apply if several else _Numbers.forward  # apply costs 0.1 ms
         return ask(self.index, self, kind, shape, dtype, device)
 
     def of_member(self, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-        """Give a member random numbers of its own for the duration of a call."""
+        """Give a member its own random numbers for the duration of a call."""
         return self.at(self.index * members + index)
 
     @contextmanager
     def at(self, index: Tensor) -> Iterator[None]:
-        """Draw as the draw of another number for the duration of a call."""
+        """Use the random numbers of another draw for the duration of a call."""
         before, self.index = self.index, index
         try:
             yield
@@ -101,7 +101,7 @@ class Draw:
 
 
 class _Numbers(torch.autograd.Function):
-    """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, those of the draw that asks."""
+    """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, those of the calling draw."""
 
     @staticmethod
     def forward(
@@ -129,11 +129,11 @@ class _Numbers(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, draw_index: Tensor, *rest: Any) -> tuple[Tensor, int]:
         draw_index = draw_index.movedim(in_dims[0], 0)
-        several = torch._C._functorch.is_batchedtensor(draw_index)  # a batch of members' within one of draws
+        several = torch._C._functorch.is_batchedtensor(draw_index)  # members under vmap inside draws under vmap
         return (_Numbers.apply if several else _Numbers.forward)(draw_index, *rest), 0
 
 
-# -- all of a network's layers -----------------------------------------------------------------------------
+# -- all layers of a network -------------------------------------------------------------------------------
 
 
 def stochastic_layers(network: nn.Module) -> list[Stochastic]:
@@ -157,7 +157,7 @@ def detach(network: nn.Module) -> None:
 
 
 def expecting(network: nn.Module) -> AbstractContextManager[None]:
-    """Let the layers compute with expectations instead of draws, for the duration of a call."""
+    """Make the layers compute with expectations instead of draws, for the duration of a call."""
     return holding(stochastic_layers(network), "expects", True)
 
 
@@ -171,13 +171,13 @@ def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
         yield
     finally:
         for layer, own in zip(layers, before, strict=True):
-            vars(layer).pop("draw", None)  # not delattr, which may find a child of that name
+            vars(layer).pop("draw", None)  # delattr could find a child of that name
             if own is not None:
                 layer.draw = own
 
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-    """Give a member random numbers of its own for the duration of a call, where its network is making a draw."""
+    """Give a member its own random numbers for the duration of a call, if its network is making a draw."""
     for layer in stochastic_layers(network):
         if layer.draw is not None:
             return layer.draw.of_member(index, members)

@@ -1,4 +1,4 @@
-"""A network whose own code runs once for all members, their channels side by side."""
+"""A network whose own code runs once for all members, with their channels side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from multitudes.core.trace import attributes_restored, writing_modules
 def gains_channels_last(network: nn.Module) -> bool:
     """Return whether a CPU should keep feature maps channels-last, where max pooling is several times faster.
 
-    Torch's batch norm is less exact so in training: its error was 5e-5 of the output instead of 3e-7.
+    In training, torch's batch norm is less exact in that layout: its error was 5e-5 of the output instead of 3e-7.
     """
     modules = list(network.modules())
     inexact = any(isinstance(module, _BatchNorm) and module.training for module in modules)
@@ -32,11 +32,11 @@ def gains_channels_last(network: nn.Module) -> bool:
 
 
 class PackedNetwork:
-    """One network as all members; `packed(tensors, x)` gives `[M, B, ...]`.
+    """One network that computes all members; `packed(tensors, x)` returns `[M, B, ...]`.
 
-    `network` is a copy that nobody else uses. In the place of each of its parameters and buffers it gets a value that
-    stands for all members', which are given stacked, `[M, ...]`, by their names. So the network's own Python code runs
-    anew in every call, and each torch function that it calls computes all members.
+    `network` is a copy for this use only. Each of its parameters and buffers is replaced by a `Stacked` value for all
+    members, whose tensors are given stacked, `[M, ...]`, by name. The network's own Python code runs in every call, and
+    each torch function that it calls computes all members.
     """
 
     def __init__(self, network: nn.Module, members: int) -> None:
@@ -84,7 +84,7 @@ class PackedNetwork:
             answer = answer if alone else part
         elif isinstance(answer, Mapping) or hasattr(answer, "logits"):
             answer = answer["logits"] if isinstance(answer, Mapping) else answer.logits
-        if isinstance(answer, Tensor):  # nothing had weights: every member gives the same
+        if isinstance(answer, Tensor):  # no weights were used: the same for every member
             return answer.expand(self.team.members, *answer.shape)
         if not isinstance(answer, Many):
             raise CannotPack(f"it returns a {type(answer).__name__}")
@@ -92,7 +92,7 @@ class PackedNetwork:
 
 
 def _replaced_weights(network: nn.Module, team: Team) -> dict[str, Stacked]:
-    """Put values in the place of a network's tensors; return them by the tensors' names."""
+    """Replace a network's tensors by stacked values; return these by name."""
     weights: dict[str, Stacked] = {}
     for path, module in network.named_modules():
         for registry in (module._parameters, module._buffers):
@@ -102,7 +102,7 @@ def _replaced_weights(network: nn.Module, team: Team) -> dict[str, Stacked]:
     return weights
 
 
-# -- layers that run outside of torch's dispatch, which takes longer than they do -----------------------------
+# -- layers that bypass torch's dispatch, which takes longer than they do ---------------------------------------
 
 
 def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Value) -> Any:
@@ -113,7 +113,7 @@ def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Val
 def _dropped(
     layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], team: Team, value: Value
 ) -> Any:
-    """Members draw their own noise, also on a value that they share."""
+    """Give members their own dropout noise, also on a shared value."""
     if not layer.training:
         return value
     if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def _dropped(
 
 
 class _Noise(TorchFunctionMode):
-    """Let each member draw its own numbers where the network's own code draws: `torch.rand(x.shape)`."""
+    """Give each member its own numbers when the network's own code draws, for example by `torch.rand(x.shape)`."""
 
     def __init__(self, team: Team) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class _Noise(TorchFunctionMode):
 
 
 def _numbers(own: Callable[..., Any], team: Team, shape: Sequence[int], like: Any) -> Many:
-    """Random numbers of all members, `[M, *shape]`."""
+    """Return random numbers of all members, `[M, *shape]`."""
     numbers = own(shape, like)
     return numbers if isinstance(numbers, Many) else Stacked(numbers, team)
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Return whether a module's own code may draw: the user's, or a layer of torch's that has no rule here."""
+    """Return whether a module's code may draw: a foreign class, or a torch layer that draws and has no rule here."""
     foreign = not type(module).__module__.startswith(("torch.nn.", "multitudes.models.", "multitudes.core."))
     return foreign or (isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)) and type(module) not in DROPOUTS)

@@ -1,7 +1,7 @@
 """1x1 convolutions of packed members on a GPU, where cuDNN's grouped ones are slow.
 
-Two ways that are faster: one dense convolution by the block-diagonal weight, whose zeros are free as long as
-memory, not arithmetic, is the limit; and, for wide layers, a batched product over channels-last views.
+There are two faster ways: one dense convolution by the block-diagonal weight, whose zeros are free as long as memory,
+not arithmetic, is the limit; and, for wide layers, a batched product over channels-last views.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DENSE_BELOW = 800.0
-"""Half-precision multiply-adds per value moved up to which the block-diagonal convolution wins. Measured on an
-H200 (see benchmarks/README.md), where arithmetic alone would set it near 200; the rest is what a batched
-product pays to lay its result out in channels again."""
+"""Half-precision multiply-adds per value moved up to which the block-diagonal convolution wins. Measured on an H200
+(see benchmarks/README.md). Arithmetic alone would set it near 200; the rest is the cost of writing a batched product's
+result as channels again."""
 
 
-_plain = False  # whether convolutions stay as they are
+_plain = False  # True: keep convolutions as they are
 
 
 @contextmanager
 def plain_convolutions() -> Iterator[None]:
-    """Inside, no convolution becomes a product, for those who choose how each one runs themselves."""
+    """Keep convolutions as they are, for code that selects the implementation of each one itself."""
     global _plain
     before, _plain = _plain, True
     try:
@@ -47,7 +47,7 @@ def worth_a_product(x: Tensor, weight: Any, padding: Any, groups: int) -> bool:
 
 
 def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any) -> Tensor:
-    """1x1 convolution of `[B, M*I, H, W]` by the members' `[M, O, I, 1, 1]`: `[B, M*O, H', W']`."""
+    """Compute a 1x1 convolution of `[B, M*I, H, W]` by the members' `[M, O, I, 1, 1]`: `[B, M*O, H', W']`."""
     members, outputs, inputs = weight.shape[:3]
     half = _computing_dtype(x) in (torch.bfloat16, torch.float16)
     if half and members * inputs * outputs / (inputs + outputs) < DENSE_BELOW:
@@ -62,7 +62,7 @@ def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any) -> Te
 
 
 def block_diagonal(weight: Tensor) -> Tensor:
-    """`[M, O, I, ...] -> [M*O, M*I, ...]`, zero outside the members' own blocks.
+    """Arrange weights `[M, O, I, ...]` as `[M*O, M*I, ...]`, zero outside the members' own blocks.
 
     >>> block_diagonal(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]))
     tensor([[1., 2., 0., 0.],

@@ -1,7 +1,7 @@
-"""How torch's functions run on packed channels, `[B, M*C, ...]`.
+"""Rules that run torch's functions on packed channels, `[B, M*C, ...]`.
 
-A rule takes what the function takes, and gives the result for all members at once, or `NotImplemented`, and then the
-function runs under `torch.vmap` instead. Weights are stacked, `[M, ...]`, and are used as views.
+A rule takes the function and its arguments, and returns the result for all members at once; or `NotImplemented`, and
+the function runs under `torch.vmap` instead. Weights are stacked, `[M, ...]`, and used as views.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def _are_many(*weights: Any) -> bool:
 
 
 def _flat(weight: Weight) -> Any:
-    """Stacked weights `[M, C, ...]` as those of one wide layer, `[M*C, ...]`, a view."""
+    """View stacked weights `[M, C, ...]` as those of one wide layer, `[M*C, ...]`."""
     return None if weight is None else weight.stacked().flatten(0, 1)
 
 
 def _packed(value: Value, team: Team) -> Tensor:
-    """`[B, M*C, ...]`; a shared value is repeated."""
+    """Return a value as `[B, M*C, ...]`; repeat a shared one."""
     return value.packed() if isinstance(value, Many) else value.repeat(1, team.members, *[1] * (value.dim() - 2))
 
 
 def _stacked(value: Value, team: Team) -> Tensor:
-    """`[M, B, ...]`; a shared value is expanded."""
+    """Return a value as `[M, B, ...]`; expand a shared one."""
     return value.stacked() if isinstance(value, Many) else value.expand(team.members, *value.shape)
 
 
@@ -57,7 +57,7 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """A shared input needs one plain convolution; after that, grouped ones."""
+    """Run one plain convolution on a shared input, and a grouped one on packed members."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
     team = weight.team
@@ -81,7 +81,7 @@ def transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    """Grouped, as `convolution`; a shared input is repeated."""
+    """Run a grouped transposed convolution; repeat a shared input."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
     team, x = weight.team, _packed(input, weight.team)
@@ -90,7 +90,7 @@ def transposed_convolution(
 
 
 def linear(function: Any, input: Value, weight: Any, bias: Any = None) -> Any:
-    """One wide product for a shared input, a batched one for the members' own."""
+    """Run one wide product on a shared input, and a batched one on the members' own."""
     if not _are_many(weight, bias) or weight.dim() != 2:
         return NotImplemented
     team = weight.team
@@ -116,7 +116,7 @@ def batch_norm(
     *settings: Any,
     **options: Any,
 ) -> Any:
-    """Per channel, so the members' channels are only more channels."""
+    """Run one batch norm over all members' channels."""
     tensors = running_mean, running_var, weight, bias
     if not _are_many(*tensors):
         return NotImplemented
@@ -133,7 +133,7 @@ def instance_norm(
     bias: Any = None,
     **options: Any,
 ) -> Any:
-    """Per channel and input."""
+    """Run one instance norm over all members' channels."""
     if input.dim() < 3:
         return NotImplemented
     return batch_norm(function, input, running_mean, running_var, weight, bias, **options)
@@ -142,7 +142,7 @@ def instance_norm(
 def group_norm(
     function: Any, input: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    """M times the groups."""
+    """Run one group norm with M times the groups."""
     if not _are_many(weight, bias):
         return NotImplemented
     team = _team(input, weight, bias)
@@ -157,7 +157,7 @@ def layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Any:
-    """Over the last dimensions, which stacking leaves alone."""
+    """Run layer norm over the last dimensions of stacked members."""
     if not _are_many(weight, bias):
         return NotImplemented
     team = _team(input, weight, bias)
@@ -168,7 +168,7 @@ def layer_norm(
 
 
 def prelu(function: Any, input: Value, weight: Any) -> Any:
-    """Per channel; a slope for all channels becomes one for each."""
+    """Run PReLU per channel; expand a single slope to all channels."""
     if not isinstance(weight, Many) or input.dim() < 2:
         return NotImplemented
     x, slopes = _packed(input, weight.team), weight.stacked()
@@ -177,18 +177,18 @@ def prelu(function: Any, input: Value, weight: Any) -> Any:
     return Packed(function(x, slopes.flatten(0, 1)), weight.team)
 
 
-# -- others ------------------------------------------------------------------------------------------------
+# -- other functions ---------------------------------------------------------------------------------------
 
 
 def elementwise(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """One value at a time."""
+    """Run an elementwise function on one value."""
     if not isinstance(input, Many) or any(isinstance(each, (Many, Tensor)) for each in (*args, *kwargs.values())):
         return NotImplemented
     return input.like(function(input.tensor, *args, **kwargs))
 
 
 def binary(function: Any, a: Any, b: Any) -> Any:
-    """Where both lie alike and have the same channels; a number joins anything."""
+    """Run an elementwise function of two values with the same layout and channels, or of a value and a number."""
     if not isinstance(a, (Many, Tensor)) or not isinstance(b, (Many, Tensor)):
         many = a if isinstance(a, Many) else b
         return many.like(function(*(each.tensor if isinstance(each, Many) else each for each in (a, b))))
@@ -201,24 +201,24 @@ def binary(function: Any, a: Any, b: Any) -> Any:
 
 
 def per_channel(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pooling and the like: each channel by itself."""
+    """Run pooling and other functions of single channels."""
     if not isinstance(input, Many) or input.dim() < 3 or kwargs.get("return_indices"):
         return NotImplemented
     return Packed(function(input.packed(), *args, **kwargs), input.team)
 
 
 def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-    """Spatial dimensions only."""
+    """Pad spatial dimensions only."""
     return NotImplemented if len(pad) > 2 * (input.dim() - 2) else per_channel(function, input, pad, mode, value)
 
 
 def flatten(function: Any, input: Many, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Features stay next to their member's."""
+    """Flatten features, which stay next to those of their member."""
     return NotImplemented if start_dim < 1 else Packed(function(input.packed(), start_dim, end_dim), input.team)
 
 
 def reshape(function: Any, input: Any, *shape: Any) -> Any:
-    """`x.view(batch, -1)` keeps the members' features side by side."""
+    """Run `x.view(batch, -1)`, which keeps the members' features side by side."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
     if not isinstance(input, Packed) or len(sizes) != 2 or sizes[0] != len(input.tensor) or sizes[1] != -1:
         return NotImplemented
@@ -226,7 +226,7 @@ def reshape(function: Any, input: Any, *shape: Any) -> Any:
 
 
 def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Over spatial dimensions only."""
+    """Reduce spatial dimensions only."""
     if not isinstance(input, Packed) or dim is None:
         return NotImplemented
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
@@ -236,7 +236,7 @@ def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any
 
 
 def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
-    """Along channels, each member's parts go next to each other."""
+    """Concatenate along channels; each member's parts go next to each other."""
     values = list(tensors)
     if not all(isinstance(value, (Packed, Tensor)) and value.dim() >= 2 for value in values):
         return NotImplemented
@@ -248,7 +248,7 @@ def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
 
 
 def number(function: Any, input: Many) -> float:
-    """Where all members have the same one, as batch norms that count their batches."""
+    """Return a number that all members share, such as the batch count of batch norms; raise an error if they differ."""
     values = input.stacked()
     if not bool((values == values[0]).all()):
         raise CannotPack("its code looks at numbers that differ between members")
@@ -256,7 +256,7 @@ def number(function: Any, input: Many) -> float:
 
 
 def _both(*names: str) -> list[Any]:
-    """Torch's functions and methods of these names."""
+    """Return torch's functions and methods of these names."""
     return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
 
 
@@ -308,10 +308,10 @@ LAYERS: dict[type, Callable[..., Any]] = {
         per_channel,
     ),
 }  # fmt: skip
-"""Rules for the forward of layers without weights, which a rule for their function would take longer to reach."""
+"""Rules for the forward of layers without weights: faster than the rule for the function that they call."""
 
 DROPOUTS: dict[type, Callable[..., Any]] = {
     **dict.fromkeys((nn.Dropout, QuickDropout, nn.AlphaDropout), elementwise),
     **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout), per_channel),
 }
-"""Rules for the forward of layers that draw, for values of each member's own."""
+"""Rules for the forward of dropout layers, on values that differ between members."""

@@ -1,4 +1,4 @@
-"""Values of a packed network: one tensor for all members, which a network's code takes for a tensor of one member."""
+"""Values of a packed network: one tensor for all members that code uses like a tensor of one member."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from multitudes.core.at_once import at_once
 from multitudes.core.calling import InputError
 
 RULES: dict[Any, Callable[..., Any]] = {}
-"""How torch's functions run for all members at once: `rule(function, *args, **kwargs)`, as the function, gives the
-result, or `NotImplemented` for arguments that it does not know (`rules.py`)."""
+"""Rules that run torch's functions for all members at once: `rule(function, *args, **kwargs)`, with the function's
+arguments, returns the result, or `NotImplemented` for arguments that it does not support (`rules.py`)."""
 
 _SETTINGS = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
 _SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"}
-"""Questions about a tensor that have one answer for all members."""
+"""Attributes and methods of a tensor that are the same for all members."""
 
 
 class CannotPack(InputError):
-    """Why the packed runner cannot run a network."""
+    """The reason why the packed runner cannot run a network."""
 
 
 @dataclass(eq=False)
@@ -35,20 +35,20 @@ class Team:
 
     members: int
     channels_last: bool = False
-    """True where a CPU keeps feature maps channels-last."""
+    """True if a CPU should keep feature maps channels-last."""
     gradients: bool = False
-    """True where gradients are recorded."""
+    """True if gradients are recorded."""
     mapped: set[str] = field(default_factory=set)
-    """Functions that have no rule, once they have team."""
+    """Names of the functions that ran under vmap, since no rule took them."""
 
 
 class Many:
-    """One value for each member; torch's functions and methods compute all of them."""
+    """One value per member; torch's functions and methods compute all of them."""
 
     __slots__ = ("__weakref__", "team", "tensor")
 
     def __init__(self, tensor: Tensor, team: Team) -> None:
-        if team.gradients and not torch.is_grad_enabled():  # such as in an autograd function, which has its own
+        if team.gradients and not torch.is_grad_enabled():  # as in an autograd function with its own backward
             raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
         self.tensor = tensor
         self.team = team
@@ -75,19 +75,19 @@ class Many:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape that a member sees."""
+        """The shape of one member's value."""
         return self.stacked().shape[1:]
 
     def dim(self) -> int:
-        """The number of dimensions that a member sees."""
+        """Return the number of dimensions of one member's value."""
         raise NotImplementedError
 
     def stacked(self) -> Tensor:
-        """`[M, B, ...]`"""
+        """Return the values as `[M, B, ...]`."""
         raise NotImplementedError
 
     def packed(self) -> Tensor:
-        """`[B, M*C, ...]`"""
+        """Return the values as `[B, M*C, ...]`."""
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Many:
@@ -95,7 +95,7 @@ class Many:
 
 
 class Packed(Many):
-    """`[B, M*C, ...]`: the members' channels side by side."""
+    """Values `[B, M*C, ...]`: the members' channels side by side."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ class Packed(Many):
 
 
 class Stacked(Many):
-    """`[M, B, ...]`: one member after the other, as weights and sequences are."""
+    """Values `[M, B, ...]`: one member after the other, as for weights and sequences."""
 
     __slots__ = ()
 
@@ -146,7 +146,7 @@ def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
-    """Return whether a rule takes so many arguments, and others by these names."""
+    """Return whether a rule takes this many positional arguments, and keywords of these names."""
     try:
         inspect.signature(rule).bind(None, *[None] * count, **dict.fromkeys(names))
     except TypeError:
@@ -155,7 +155,7 @@ def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
 
 
 def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function under `vmap`, with random numbers of each member's own; what all members share stays shared."""
+    """Run a function under `vmap`, with each member's own random numbers; what all members share stays shared."""
     name = getattr(function, "__name__", str(function))
     if not torch.compiler.is_compiling():
         team.mapped.add(name)

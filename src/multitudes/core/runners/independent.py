@@ -1,4 +1,4 @@
-"""The runners of members that share no weight: which one runs an input, and whether it may."""
+"""The runners of members that share no weight, and the choice among them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST: dict[str, type[PackedRunner] | type[VmappedRunner]] = {"packed": PackedRun
 
 
 class IndependentRunners:
-    """The runners of networks of one architecture, with what was found out about them. Caches; not saved.
+    """The runners of networks of one architecture, with cached findings about them; not saved.
 
     Networks that are multitudes themselves (`nested`) run one after the other.
     """
@@ -85,7 +85,7 @@ class IndependentRunners:
         return self._checked(name, x)
 
     def prepared(self, name: str) -> PackedRunner | VmappedRunner:
-        """Return a runner that fits the networks as they are; what was found of an earlier one counts no more."""
+        """Return a runner that fits the current networks; discard the findings about an earlier one."""
         if self.nested:
             raise CannotStack("its members are multitudes themselves, which run one after the other")
         if name not in self.fast:
@@ -97,7 +97,7 @@ class IndependentRunners:
 
     @uncompiled
     def _checked(self, name: str, x: Input) -> str:
-        use = name, torch.is_grad_enabled()  # gradients are compared where they are wanted
+        use = name, torch.is_grad_enabled()  # gradients are compared if they are needed
         try:
             runner = self.prepared(name)
         except InputError as refusal:

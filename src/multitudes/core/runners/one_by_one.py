@@ -1,4 +1,4 @@
-"""Members that share weights, one after the other: each by a view of the network that is this member."""
+"""Members that share weights, one after the other: each runs as a view of the network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from multitudes.core.views import Views, may_write, run, view
 
 
 class OneByOne:
-    """Run each member alone on the batch as it is, `x -> [M, B, ...]`.
+    """Run each member alone on the unchanged batch, `x -> [M, B, ...]`.
 
-    All start from the same buffers. Afterwards a shared buffer is the mean of what the members made of it, or the last
-    of whole numbers.
+    All start from the same buffers. Afterwards a shared buffer is the mean of the members' results, or the last result
+    for integers.
     """
 
     def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:

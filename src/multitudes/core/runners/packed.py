@@ -31,7 +31,7 @@ class PackedRunner:
         return predictions
 
     def prepare(self) -> bool:
-        """Copy the networks if that was not done in their present mode, or not as they are now; true if it was."""
+        """Copy the networks unless there is a current copy in their mode; return whether they were copied."""
         mode = self.networks.training
         if mode in self.packed and self.packed[mode][0].current():
             return False

@@ -1,6 +1,6 @@
-"""Runner selection: a table, read from the top; the first row that fits says which runner is tried.
+"""Runner selection: a table; the first row that fits lists the runners to try.
 
-The numbers come from `benchmarks/`. A runner that is not the plain one is verified before it is used.
+The numbers come from `benchmarks/`. Every runner except the plain one is verified before it is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Use:
     products: float = inf
     """Bytes that all members' input of a layer takes, where all layers that differ are batched products."""
     convolves: bool = False
-    """Whether the network has at least as many kernels as matrices."""
+    """True if the network has at least as many kernels as matrices."""
     small: bool = False
-    """Whether calling a member's layers takes most of its time (`runners/size.py`)."""
+    """True if calling a member's layers takes most of its time (`runners/size.py`)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ SHARED = (
     Row(EARLY, most_products=16e6),
     Row(("one_by_one",)),
 )
-"""Members that share weights: a CPU computes one large batch in more time than M small ones."""
+"""Members that share weights: a CPU takes longer for one large batch than for M small ones."""
 
 INDEPENDENT = (
     Row(("packed",), device="cuda", convolves=True),

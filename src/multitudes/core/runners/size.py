@@ -1,4 +1,4 @@
-"""The size of a member: whether it is so small that a CPU spends most of its time on calling layers."""
+"""The size of a member: whether a CPU spends most of its time on calling the member's layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from multitudes.core.snapshot import hooked_module
 from multitudes.core.trace import recording, unmoved
 
 MANY = 8
-"""The members from which calling layers M times takes longer than stacking their weights in every call. Of fewer, only
-convolutions of several rows are faster packed."""
+"""From this many members on, calling layers M times takes longer than stacking their weights in every call. With fewer,
+only convolutions of several rows are faster packed."""
 
 MOST_WEIGHTS = 2**20
-"""The most bytes of all members' weights where nothing is a convolution, since they are stacked in every call."""
+"""Maximum bytes of all members' weights in networks without convolutions, since they are stacked in every call."""
 
 MOST_KERNELS = 2**23
-"""The most bytes of all members' weights where there are convolutions."""
+"""Maximum bytes of all members' weights in networks with convolutions."""
 
 MOST_BYTES = 2**19
-"""The most bytes of all members' largest activation, so that it stays in a cache."""
+"""Maximum bytes of all members' largest activation, so that it stays in a cache."""
 
 MOST_MAPS = 2**25
-"""The same where feature maps are channels-last, which makes pooling faster than a cache does."""
+"""The same with channels-last feature maps, which speed up pooling more than a cache does."""
 
 
 def convolves(network: nn.Module) -> bool:

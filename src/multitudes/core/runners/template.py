@@ -15,18 +15,18 @@ from multitudes.core.draws.stochastic import Stochastic
 from multitudes.core.snapshot import Snapshot, hooked_module
 
 Slot = tuple[str, bool, list[dict[str, Any]]]
-"""A tensor's last name, if it is a buffer, and the registries of all members that hold it."""
+"""A tensor's last name, whether it is a buffer, and the registries of all members that hold it."""
 
 
 class CannotStack(InputError):
-    """Why members cannot run with stacked tensors."""
+    """The reason why members cannot run with stacked tensors."""
 
 
 class Template:
-    """A copy of the first of several networks, on the meta device, and where each network keeps its tensors.
+    """A copy of the first of several networks, on the meta device, with the places of each network's tensors.
 
     `tensors()` stacks them, `[M, ...]`, by name; gradients reach each network's own parameters. `current()` is false
-    once a module of any network was replaced, hooked or given another setting: then the template must be made anew. A
+    once a module of any network was replaced, hooked or given another setting: then the template must be rebuilt. A
     sparse or quantized tensor cannot be stacked; it must be the same in all networks.
     """
 
@@ -76,9 +76,9 @@ class Template:
             if not is_buffer or name not in before:
                 continue
             whole = after[name]
-            compiling = torch.compiler.is_compiling()  # a graph cannot ask for versions
+            compiling = torch.compiler.is_compiling()  # graphs cannot read versions
             if whole is before[name] and not self._training and not compiling and not whole._version:
-                continue  # batch norms in training write without raising the version
+                continue  # batch norms in training do not raise the version
             for registry, value in zip(registries, whole.detach().unbind(), strict=True):
                 old = registry[last]
                 if old.shape == value.shape and old.dtype == value.dtype:
@@ -90,7 +90,7 @@ class Template:
             torch._foreach_copy_(targets, values)
 
     def take_draws(self) -> None:
-        """Let the template's stochastic layers make the draw that the first network's make."""
+        """Copy the current draw of the first network's stochastic layers to those of the template."""
         for own, theirs in self._drawing:
             own.draw, own.expects = theirs.draw, theirs.expects
 
@@ -106,7 +106,7 @@ def _check_like(first: nn.Module, other: nn.Module, index: int) -> None:
 
 
 def _without_weights(network: nn.Module) -> nn.Module:
-    """A copy of a network whose parameters and buffers hold no numbers; sparse and quantized ones are the network's."""
+    """Copy a network with parameters and buffers on the meta device; sparse and quantized ones are the network's."""
     memo: dict[int, Any] = {}
     for tensor in (*network.parameters(), *network.buffers()):
         memo[id(tensor)] = tensor
@@ -117,7 +117,7 @@ def _without_weights(network: nn.Module) -> nn.Module:
 
 
 def _slots(networks: nn.ModuleList) -> dict[str, Slot]:
-    """Every place that holds a parameter or a buffer, each module under one name."""
+    """Return every place that holds a parameter or a buffer, with one name per module."""
     modules = [dict(network.named_modules()) for network in networks]
     slots: dict[str, Slot] = {}
     for path, module in modules[0].items():
@@ -131,7 +131,7 @@ def _slots(networks: nn.ModuleList) -> dict[str, Slot]:
 
 
 def _unstacked(slots: dict[str, Slot]) -> list[tuple[dict[str, Any], str, Tensor, int]]:
-    """The tensors that cannot be stacked, where they are and their versions; they must be the same in all networks."""
+    """Return the tensors that cannot be stacked, with places and versions; they must be the same in all networks."""
     found = []
     for name, (last, _, registries) in slots.items():
         first = registries[0][last]

@@ -34,7 +34,7 @@ class VmappedRunner:
         return predictions
 
     def prepare(self) -> bool:
-        """Make the template anew if a network has changed, or was not yet seen in its present mode; true if so."""
+        """Rebuild the template if a network has changed, or its mode is new; return whether it was rebuilt."""
         mode = self.networks.training
         if mode in self.templates and self.templates[mode].current():
             return False

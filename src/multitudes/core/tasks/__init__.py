@@ -1,14 +1,14 @@
-"""Tasks: what predictions mean, one object for each; imports from the rest of core only what calls networks.
+"""Tasks: the meaning of predictions, one object for each; imports from the rest of core only what calls networks.
 
-`TASKS` is the registry, and `task_of` the one place where a task's name becomes an object. All others ask that object:
-how it averages draws, its criterion, its axis of classes, the quantities, metrics and calibrations that exist.
+`TASKS` is the registry, and `task_of` the one place that turns a task's name into an object. Other code uses that
+object: how it averages draws, its criterion, its class axis, and the quantities, metrics and calibrations that exist.
 
 To add a task:
 
 1. One file here, with a class that derives from `ClassTask` (logits of classes) or `ValueTask` (numbers) and has a
-   `name`. `criteria` holds its losses, the default first. What differs from the base is overridden: `_needs` and
-   `check_targets` say which shapes fit, `_averaged` averages draws, `means_and_variances` (or `by_class` and
-   `own_form`) leads to the quantities; `metrics`, `scalings`, `scores`, `outputs` and `likelihood` name what applies.
+   `name`. `criteria` holds its losses, the default first. Override what differs from the base: `_needs` and
+   `check_targets` for the shapes that fit, `_averaged` to average draws, `means_and_variances` (or `by_class` and
+   `own_form`) for the quantities; `metrics`, `scalings`, `scores`, `outputs` and `likelihood` list what applies.
 2. One row in `TASKS`.
 3. One test: a network is trained, predicts, and is evaluated, calibrated and exported, compared with closed forms.
 """
@@ -39,11 +39,11 @@ TASKS: dict[str, Task] = {
     "gaussian": Gaussian(),
     "quantiles": Quantiles(),
 }
-"""Every task by its name."""
+"""All tasks by name."""
 
 
 def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bool = False) -> Task:
-    """The task of a name, with those of the settings that it has: the one place where a name becomes an object.
+    """Return the task of a name with those of the settings that it has; the one place that turns names into tasks.
 
     >>> task_of("tokens", quantiles=None, next_tokens=True)
     Tokens(next_tokens=True)
@@ -55,20 +55,20 @@ def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bo
 
 
 def tasks_of(criterion: Criterion) -> tuple[str, ...]:
-    """The tasks that a criterion is for; none where it is not known."""
+    """Return the tasks that a criterion is for; none if it is unknown."""
     return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
 
 
 def one_of(tasks: Sequence[str], sign: str = "") -> str:
-    """Tasks as an error names them: `'binary' or 'multilabel'`."""
+    """Format tasks for an error: `'binary' or 'multilabel'`."""
     return " or ".join(f"{sign}{task!r}" for task in tasks)
 
 
 def criterion_for(task: str | None, criterion: Criterion | None, averages: bool = False) -> Criterion:
-    """The criterion to train with: the task's own, or the given one, unless it is for another task.
+    """Return the training criterion: the task's default, or the given one unless it is for another task.
 
-    A task of None has not been chosen: it stands for classification. Where several draws are averaged (`averages`),
-    which depends on the task, a criterion that is not known needs one that was chosen.
+    A task of None was not chosen: it stands for classification. Averaging several draws (`averages`) depends on the
+    task, so an unknown criterion then needs a chosen task.
 
     >>> criterion_for("regression", None).__name__
     'mse_loss'

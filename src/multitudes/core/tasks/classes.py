@@ -1,7 +1,7 @@
 """Tasks of classes: "classification", "tokens", "binary" and "multilabel".
 
-`by_class` brings the logits of each into the form of classification, with classes in dim 2, in which everything is
-computed; `own_form` brings results back.
+`by_class` converts the logits of each to the form of classification, with classes in dim 2, in which everything is
+computed; `own_form` converts results back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLo
 
 
 class ClassTask(Task):
-    """A task whose predictions are logits of classes: one softmax over `class_axis`, or else a sigmoid for each."""
+    """A task whose predictions are logits of classes: one softmax over `class_axis`, or one sigmoid for each logit."""
 
     classes = True
     quantities: ClassVar[frozenset[str]] = frozenset(
@@ -38,28 +38,28 @@ class ClassTask(Task):
     likelihood = True
 
     def by_class(self, predictions: Tensor) -> Tensor:
-        """Logits with classes in dim 2: `[S, B, C, ...]`. One logit z is the logits (0, z) of no and yes."""
+        """Return logits with classes in dim 2: `[S, B, C, ...]`. A single logit z becomes (0, z), for no and yes."""
         if self.class_axis is None:
             return torch.stack([torch.zeros_like(predictions), predictions], 2)
         return predictions if self.class_axis > 0 else predictions.movedim(self.class_axis, 2)
 
     def own_form(self, values: Tensor, dim: int) -> Tensor:
-        """Values of each class in `dim`, with classes where the task has them; of no and yes, those of yes."""
+        """Return the values of classes in the task's form, with classes in `dim` if it has them; of yes/no, yes."""
         if self.class_axis is None:
             return values.select(dim, 1)
         return values if self.class_axis > 0 else values.movedim(dim, self.class_axis)
 
     def logits(self, log_probs: Tensor) -> Tensor:
-        """Logits in the task's form that have these log-probabilities, `[B, C, ...]`."""
+        """Return logits in the task's form that have these log-probabilities, `[B, C, ...]`."""
         own = self.own_form(log_probs, 1)
         return own if self.class_axis is not None else own - log_probs.select(1, 0)
 
     def class_count(self, shape: Sequence[int]) -> int:
-        """The number of classes of predictions `[B, ...]` of a shape."""
+        """Return the number of classes of predictions of a shape, `[B, ...]`."""
         return 2 if self.class_axis is None else shape[self.class_axis]
 
     def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
-        """Targets as classes, one for each of the `places` of predictions `[B, ...]` of a shape."""
+        """Return targets as classes, one for each of the `places` of predictions of a shape, `[B, ...]`."""
         yes_or_no = self.class_axis is None and (y.dtype == torch.bool or y.is_floating_point())
         return y.long() if yes_or_no and bool((y == y.round()).all()) else self.aligned(y)
 
@@ -79,7 +79,7 @@ class SoftmaxTask(ClassTask):
     scores = ("aps", "lac", "raps")
 
     def _check_classes(self, predictions: Tensor, y: Tensor) -> None:
-        """Classes, or their probabilities with classes in dim 1, of predictions `[S, B, C, ...]`."""
+        """Check classes, or probabilities with classes in dim 1, for predictions `[S, B, C, ...]`."""
         if predictions.dim() < 3 or predictions.shape[2] == 1:
             raise InputError(
                 f"cross entropy needs predictions for two classes or more, got {list(predictions.shape)}; for one "
@@ -103,7 +103,7 @@ class SoftmaxTask(ClassTask):
 
 
 class Classification(SoftmaxTask):
-    """One class of each input or pixel: logits `[S, B, C, ...]`."""
+    """One class for each input or pixel: logits `[S, B, C, ...]`."""
 
     name = "classification"
     criteria = (*CROSS_ENTROPIES, F.multi_margin_loss, nn.MultiMarginLoss)
@@ -113,7 +113,7 @@ class Classification(SoftmaxTask):
     compared = True
 
     def _needs(self, shape: Sequence[int]) -> str | None:
-        # The softmax of a single logit is 1, whatever the network predicts.
+        # The softmax of a single logit is always 1.
         if shape[2] >= 2:
             return None
         return "hold 2 or more classes in dim 2 (use task='binary' for one logit, task='regression' for one value)"
@@ -138,7 +138,7 @@ class Classification(SoftmaxTask):
 
 @dataclass(frozen=True)
 class Tokens(SoftmaxTask):
-    """One class of each token: logits `[S, B, T, C]`, classes last."""
+    """One class for each token: logits `[S, B, T, C]`, classes last."""
 
     next_tokens: bool = False
 
@@ -166,13 +166,13 @@ class Tokens(SoftmaxTask):
             self._check_classes(self.by_class(predictions), y)
 
     def aligned(self, y: Tensor, last: int = -100) -> Tensor:
-        """Labels `[B, T]` of a causal language model by the position that predicts each: the next one, `last` at last.
+        """Shift a causal language model's labels `[B, T]` to the positions that predict them; the rest gets `last`.
 
         >>> Tokens(next_tokens=True).aligned(torch.tensor([[3, 1, 4]]))
         tensor([[   1,    4, -100]])
         """
         if not self.next_tokens or not isinstance(y, Tensor) or y.dim() < 2:
-            return y  # check_targets says what is wrong with it
+            return y  # check_targets raises the error
         return torch.cat([y[:, 1:], torch.full_like(y[:, :1], last)], 1)
 
     def places(self, shape: torch.Size) -> torch.Size:
@@ -201,7 +201,7 @@ class SigmoidTask(ClassTask):
             raise InputError(f"y must have the predictions' shape {list(shape)}{also}, got {list(y.shape)}")
         if not values or y.dtype == torch.bool:
             return
-        wrong = y[~((y >= 0) & (y <= 1))]  # true of NaN
+        wrong = y[~((y >= 0) & (y <= 1))]  # also true for NaN
         if wrong.numel():
             raise InputError(
                 f"y must hold 0 or 1, or probabilities between, for task {self.name!r}, got {wrong[0].item():g}"
@@ -209,7 +209,7 @@ class SigmoidTask(ClassTask):
 
 
 class Binary(SigmoidTask):
-    """Yes or no of each input or pixel: one logit, `[S, B]` or `[S, B, 1, ...]`."""
+    """Yes or no for each input or pixel: one logit, `[S, B]` or `[S, B, 1, ...]`."""
 
     name = "binary"
     criteria = BINARY_CROSS_ENTROPIES
@@ -234,7 +234,7 @@ class Binary(SigmoidTask):
 
 
 class Multilabel(SigmoidTask):
-    """Yes or no of each of several labels: independent logits, `[S, B, L, ...]`."""
+    """Yes or no for each of several labels: independent logits, `[S, B, L, ...]`."""
 
     name = "multilabel"
     criteria = (*BINARY_CROSS_ENTROPIES, F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss)
@@ -246,14 +246,14 @@ class Multilabel(SigmoidTask):
         return shape
 
 
-# -- where no task was chosen ------------------------------------------------------------------------------
+# -- if no task was chosen ---------------------------------------------------------------------------------
 
 
 def check_class_axis(predictions: Tensor, x: Input) -> None:
-    """Raise InputError where the shape of predictions `[S, B, ...]` of inputs does not tell that they classify.
+    """Raise InputError if the shape of predictions `[S, B, ...]` does not prove that they classify.
 
-    Classes in dim 2, one axis, are classification. Of images, `[S, B, C, H, W]`, the last two axes must be the input's
-    own, or in proportion to them, and the two before the last must not.
+    One axis of classes, in dim 2, is classification. For images, `[S, B, C, H, W]`, the last two axes must match the
+    input's own, or be in proportion to them, and the two axes before the last must not.
     """
     shape = predictions.shape
     _check_several(shape)
@@ -284,7 +284,7 @@ def _check_several(shape: Sequence[int]) -> None:
 
 
 def check_clear(predictions: Tensor, y: Tensor) -> None:
-    """Raise InputError where targets do not tell that predictions `[S, B, C, ...]` classify."""
+    """Raise InputError if targets do not prove that predictions `[S, B, C, ...]` classify."""
     shape = predictions.shape[1:]
     if len(shape) < 2 or shape[1] == 1:
         _check_several(predictions.shape)
@@ -304,6 +304,6 @@ def check_clear(predictions: Tensor, y: Tensor) -> None:
 
 
 def _adds_up(y: Tensor, dim: int) -> bool:
-    """Return whether class probabilities add up to 1 over an axis."""
+    """Return whether class probabilities sum to 1 over an axis."""
     total = y.float().sum(dim)
     return torch.allclose(total, torch.ones_like(total), atol=1e-2)

@@ -19,11 +19,11 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-# -- which one it is ---------------------------------------------------------------------------------------
+# -- recognition -------------------------------------------------------------------------------------------
 
 
 def unwrapped(criterion: Any) -> Any:
-    """The criterion inside partial applications."""
+    """Return the criterion inside partial applications."""
     while isinstance(criterion, partial):
         criterion = criterion.func
     return criterion
@@ -36,22 +36,22 @@ def is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:
 
 
 def setting_of(criterion: Any, name: str, default: Any) -> Any:
-    """A setting of a criterion, as a module or by `functools.partial`."""
+    """Return a setting of a criterion that is a module or a `functools.partial`."""
     if isinstance(criterion, partial):
         return criterion.keywords.get(name, setting_of(criterion.func, name, default))
     return getattr(criterion, name, default) if isinstance(criterion, nn.Module) else default
 
 
-# -- calling it --------------------------------------------------------------------------------------------
+# -- reduction ---------------------------------------------------------------------------------------------
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The same numbers, in float32 where their precision is lower."""
+    """Return the same values, in float32 if their precision is lower."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """The mean or the sum of all losses, or all of them, by the name that torch's criteria use."""
+    """Reduce losses by the names that torch's criteria use: their mean, their sum, or all of them."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
@@ -61,10 +61,10 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
 
 
 def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each target, `[B, ...]`, by a criterion with torch's `reduction`; and its count, in the same shape.
+    """Return the loss of each target, `[B, ...]`, by a criterion with torch's `reduction`, and its count.
 
-    The criterion's mean is `losses.sum() / counts.sum()`: ignored targets count 0, and the criterion's own weights of
-    classes count as they do there.
+    Both have the same shape. The criterion's mean is `losses.sum() / counts.sum()`: ignored targets count 0, and the
+    criterion's own class weights are part of the counts.
 
     >>> target_losses(nn.L1Loss(), torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [5.0]]))
     (tensor([[1.],
@@ -83,7 +83,7 @@ def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[
 
 
 def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """A criterion with torch's `reduction`, each target's loss times its weight: `[B]`, or one for each target.
+    """Return the mean of a criterion's losses times the targets' weights: `[B]`, or one for each target.
 
     >>> two = torch.tensor([[1.0], [2.0]])
     >>> weighted_mean(F.l1_loss, two, torch.zeros(2, 1), torch.tensor([1.0, 0.5]))  # (1 * 1 + 0.5 * 2) / 2
@@ -95,9 +95,9 @@ def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: T
 
 
 def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """The mean of any criterion's losses of single rows, each times its weight `[B]`.
+    """Return the mean of any criterion's losses of single rows times their weights `[B]`.
 
-    An error for a criterion that is not a mean over rows.
+    Raise an error for a criterion that is not a mean over rows.
     """
     if weight.dim() != 1:
         raise InputError(

@@ -18,13 +18,13 @@ from multitudes.core.checks import check_number
 from multitudes.core.tasks.criteria import at_least_float32, reduced, spread
 from multitudes.core.tasks.values import ValueTask
 
-VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that no likelihood is infinite
+VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that likelihoods stay finite
 
 
 def split_gaussian(prediction: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Read the outputs of mean and variance heads: `[B, 2D, ...]` -> means, variances `[B, D, ...]`.
+    """Split the outputs of mean and variance heads: `[B, 2D, ...]` -> means, variances `[B, D, ...]`.
 
-    The first half of `dim` holds the means, the second half `r` with variance `softplus(r) + 1e-6`.
+    The first half of `dim` holds the means; the second half, `r`, gives the variances `softplus(r) + 1e-6`.
 
     >>> split_gaussian(torch.tensor([[3.0, 0.0]]))
     (tensor([[3.]]), tensor([[0.6931]]))
@@ -39,22 +39,22 @@ def split_gaussian(prediction: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def join_gaussian(mean: Tensor, variance: Tensor, dim: int = 1) -> Tensor:
-    """Outputs that `split_gaussian` reads as these means and variances: `[B, D, ...]` twice -> `[B, 2D, ...]`.
+    """Invert `split_gaussian`: means and variances, `[B, D, ...]` each -> outputs `[B, 2D, ...]`.
 
-    A variance below 1e-6 becomes 1e-6, the least that can be read.
+    A variance below 1e-6 becomes 1e-6, the smallest that outputs can express.
 
     >>> split_gaussian(join_gaussian(torch.tensor([[3.0]]), torch.tensor([[0.25]])))
     (tensor([[3.]]), tensor([[0.2500]]))
     """
     above = (variance - VARIANCE_FLOOR).clamp(min=torch.finfo(variance.dtype).tiny)
-    return torch.cat([mean, above + torch.log(-torch.expm1(-above))], dim)  # softplus backwards
+    return torch.cat([mean, above + torch.log(-torch.expm1(-above))], dim)  # inverse softplus
 
 
 def gaussian_nll(prediction: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """The training criterion of `task="gaussian"`: `[B, 2D, ...]`, `[B, D, ...]` -> mean over everything.
+    """The training criterion of `task="gaussian"`: `[B, 2D, ...]`, `[B, D, ...]` -> mean over all values.
 
-    `-log N(y; mean, variance) = (log(2 pi variance) + (y - mean)^2 / variance) / 2`, where `split_gaussian`
-    reads mean and variance from the prediction. `reduction` is `"mean"`, `"sum"` or `"none"`, as of torch's own.
+    `-log N(y; mean, variance) = (log(2 pi variance) + (y - mean)^2 / variance) / 2`, with mean and variance from
+    `split_gaussian`. `reduction` is `"mean"`, `"sum"` or `"none"`, as in torch.
 
     >>> gaussian_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]))  # variance log 2
     tensor(1.4570)
@@ -64,12 +64,12 @@ def gaussian_nll(prediction: Tensor, target: Tensor, reduction: str = "mean") ->
 
 
 def beta_nll(prediction: Tensor, target: Tensor, beta: float = 0.5, reduction: str = "mean") -> Tensor:
-    """`gaussian_nll` with each value's term times its variance to the power of `beta`, as a constant.
+    """`gaussian_nll` with each value's loss times its variance to the power of `beta`, as a constant.
 
-    Seitzer et al. (2022), equation 5: `variance^beta * -log N(y; mean, variance)`, where no gradient passes through the
-    first factor. The likelihood's gradient for a mean is `(mean - y) / variance`, so that values which are badly
-    predicted, of large variance, are learned the least. With `beta=1` it is that of half the squared error, and
-    `beta=0` is `gaussian_nll`. Choose it by `functools.partial(beta_nll, beta=1.0)`.
+    Seitzer et al. (2022), equation 5: `variance^beta * -log N(y; mean, variance)`, with no gradient through the first
+    factor. The likelihood's gradient for a mean is `(mean - y) / variance`, so badly predicted values, with large
+    variance, are learned the least. With `beta=1` it is the gradient of half the squared error; `beta=0` is
+    `gaussian_nll`. Set it with `functools.partial(beta_nll, beta=1.0)`.
 
     >>> beta_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]), beta=1.0)  # log 2 * 1.4570
     tensor(1.0099)
@@ -80,7 +80,7 @@ def beta_nll(prediction: Tensor, target: Tensor, beta: float = 0.5, reduction: s
 
 
 def mixture_nll(predictions: Tensor, target: Tensor) -> Tensor:
-    """The negative log density of a mixture of S members' Gaussians: `[S, B, 2D, ...]`, `[B, D, ...]` -> `[B, D, ...]`.
+    """Return minus the log density of a mixture of Gaussians: `[S, B, 2D, ...]`, `[B, D, ...]` -> `[B, D, ...]`.
 
     >>> mixture_nll(torch.tensor([[[3.0, 0.0]], [[3.0, 0.0]]]), torch.tensor([[4.0]]))  # two that are the same
     tensor([[1.4570]])
@@ -92,13 +92,13 @@ def mixture_nll(predictions: Tensor, target: Tensor) -> Tensor:
 
 def _nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     if target.shape != mean.shape:
-        # [B] against [B, 1] would broadcast to [B, B] and train on nonsense.
+        # [B] against [B, 1] would broadcast to [B, B].
         raise ValueError(f"target must have the means' shape {list(mean.shape)}, got {list(target.shape)}")
     return 0.5 * (torch.log(2 * math.pi * variance) + (target - mean).square() / variance)
 
 
 class Gaussian(ValueTask):
-    """Means and then raw variances of each value: `[S, B, 2D, ...]`."""
+    """Means, followed by raw variances, of each value: `[S, B, 2D, ...]`."""
 
     name = "gaussian"
     criteria = (gaussian_nll, beta_nll)
@@ -123,7 +123,7 @@ class Gaussian(ValueTask):
     def validation_losses(
         self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score by the density of the members' mixture, which is no Gaussian."""
+        """Score by the density of the members' mixture, which is not Gaussian."""
         losses = mixture_nll(predictions, y)
         return losses, spread(weight, losses)
 

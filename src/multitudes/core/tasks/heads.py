@@ -1,4 +1,4 @@
-"""The task of a network by its class: the heads of Hugging Face's models, known by their names alone."""
+"""The task of a network by its class: the heads of Hugging Face's models, recognized by name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PROBLEMS = {
     "multi_label_classification": "multilabel",
     "single_label_classification": "classification",
 }
-"""Hugging Face's `config.problem_type`, and the task that each is here."""
+"""Hugging Face's `config.problem_type`, and the corresponding tasks."""
 
 
 def head_task(network: nn.Module) -> str | None:
-    """The task of a Hugging Face head; None for other classes, or where another output than the logits was chosen.
+    """Return the task of a Hugging Face head; None for other classes, or if an output other than the logits was chosen.
 
     >>> class TinyForTokenClassification(nn.Linear):
     ...     config = None
@@ -40,7 +40,7 @@ def head_task(network: nn.Module) -> str | None:
     if _is_a(network, LABEL_HEADS):
         problem = getattr(network.config, "problem_type", None)
         if problem is None and getattr(network.config, "num_labels", None) == 1:
-            return "regression"  # as Hugging Face takes it
+            return "regression"  # Hugging Face's own default
         return PROBLEMS.get(str(problem), "classification")
     return "classification" if _is_a(network, DENSE_HEADS) else None
 
@@ -48,19 +48,19 @@ def head_task(network: nn.Module) -> str | None:
 def predicts_next_tokens(network: nn.Module) -> bool:
     """Return whether position t predicts the label at t + 1, as in Hugging Face's causal language models.
 
-    An encoder and decoder together (T5) predict the label at t from those before it, and so do a masked model and the
-    few causal ones whose own loss does not shift labels (the decoders of BART and its kin, XLNet).
+    Encoder-decoders (T5), masked models, and the few causal models whose own loss does not shift labels (the decoders
+    of BART and similar models, XLNet) predict the label at t.
     """
     network = _inside(network)
     if head_task(network) != "tokens" or _is_a(network, ("ForTokenClassification", "ForMaskedLM")):
         return False
-    kind: Any = type(network)  # which mypy does not know to be hashable
+    kind: Any = type(network)  # mypy does not know that it is hashable
     return not getattr(network.config, "is_encoder_decoder", False) and _shifts_labels(kind)
 
 
 @functools.cache
 def _shifts_labels(kind: Any) -> bool:
-    """Return whether the loss in Hugging Face's own forward shifts labels, by the names that its code uses."""
+    """Return whether the loss in Hugging Face's own forward shifts labels, judged by the names in its code."""
     for each in kind.__mro__:
         forward = vars(each).get("forward")
         if forward is not None and each.__module__.startswith("transformers."):
@@ -71,7 +71,7 @@ def _shifts_labels(kind: Any) -> bool:
 
 
 def _inside(network: nn.Module) -> Any:
-    """The user's own network, without the wrappers of the library and of `torch.compile`."""
+    """Return the user's own network, without the wrappers of the library and of `torch.compile`."""
     while True:
         own = type(network).__module__.startswith("multitudes.")
         inner = getattr(network, "network", None) if own else network._modules.get("_orig_mod")

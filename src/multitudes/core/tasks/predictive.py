@@ -1,7 +1,7 @@
-"""Predictive: the joint prediction of S predictions of the same inputs, and its uncertainty.
+"""`Predictive`: the joint prediction of S predictions of the same inputs, and its uncertainty.
 
-Quantities of classes are computed in the form of classification, classes in dim 2 (`ClassTask.by_class`), and given in
-the task's own; those of values from each member's mean and variance (`ValueTask.means_and_variances`).
+Class quantities are computed in the form of classification, classes in dim 2 (`ClassTask.by_class`), and returned in
+the task's own form; value quantities, from each member's mean and variance (`ValueTask.means_and_variances`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multitudes.core.tasks.criteria import at_least_float32
 
 
 def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
-    """A property of predictions that is computed once, and an error for tasks that do not have it."""
+    """Turn a method into a cached property that raises an error for tasks without it."""
 
     @wraps(compute)
     def checked(self: Predictive) -> Tensor:
@@ -33,16 +33,16 @@ def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictive:
-    """S predictions of B inputs, and the quantities that follow from them.
+    """S predictions of B inputs, and the quantities computed from them.
 
     - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
       `member_log_probs` `[S, B, C, ...]`, `label`, `confidence`, `entropy`, `expected_entropy`,
       `mutual_information`, `variance`, `disagreement`, `max_logit` `[B, ...]`. Dense prediction,
-      `[S, B, C, H, W]`, works alike: classes are dim 2, and each pixel has its own answer.
+      `[S, B, C, H, W]`, works in the same way: classes are dim 2, and each pixel has its own prediction.
     - `task="tokens"`, logits with classes last, `[S, B, T, C]`: the same for each token, `[B, T, C]` and `[B, T]`.
-    - `task="binary"`, one logit, `[S, B]` or `[S, B, 1, ...]`: the same but for `max_logit`, all `[B, ...]` without the
+    - `task="binary"`, one logit, `[S, B]` or `[S, B, 1, ...]`: the same except `max_logit`, all `[B, ...]` without the
       single channel. `probs` is the probability of yes, `label` is 0 or 1 and `confidence` its probability.
-    - `task="multilabel"`, independent logits `[S, B, L, ...]`: that for each label, `[B, L, ...]`.
+    - `task="multilabel"`, independent logits `[S, B, L, ...]`: the same for each label, `[B, L, ...]`.
     - `task="regression"`, means `[S, B]` or `[S, B, D, ...]`: `mean`, `epistemic_variance`,
       `aleatoric_variance`, `variance`, `std`, `interval()` `[B]` or `[B, D, ...]`.
     - `task="gaussian"`, means and then raw variances (see `split_gaussian`) `[S, B, 2D, ...]`: the same,
@@ -50,13 +50,12 @@ class Predictive:
     - `task="quantiles"`, quantiles of rising levels `[S, B, Q, ...]`: the same, `median` and `quantile(level)`, of the
       mixture of the members' distributions (see `core.tasks.quantiles`), `[B, ...]`.
 
-    Each quantity is computed when first asked for, in float32 or better, and kept: do not write into it.
+    Each quantity is computed on first access, in float32 or better, and cached: do not write into it.
 
-    The predictions of a calibrated network (`calibrate`) have a `set(level)`, of values also as `interval(level)`, and
-    their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. The quantities of members stay:
+    The predictions of a calibrated network (`calibrate`) also have `set(level)`, for values also as `interval(level)`,
+    and their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. Quantities of members are not:
     `member_probs`, `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`,
-    `max_logit`. Scalings of the predictions themselves ("member_temperature", "variance") change these too, since the
-    members are others then.
+    `max_logit`. Scalings of the members' predictions ("member_temperature", "variance") change these too.
 
     Two members that are sure of different classes, and two that are both unsure:
 
@@ -85,9 +84,9 @@ class Predictive:
     draws: Tensor | None = None
     """The number of draws of each input, `[B]`, with `draws="auto"`."""
     calibration: Any = None
-    """The `evaluation.calibrate.Calibration` of a calibrated network, fitted to data that it was not trained on."""
+    """The `evaluation.calibrate.Calibration` of a calibrated network, fitted to held-out data."""
     quantiles: tuple[float, ...] | None = None
-    """The levels of `task="quantiles"`; evenly spaced from 0.05 to 0.95 where they are not given."""
+    """The levels of `task="quantiles"`; evenly spaced from 0.05 to 0.95 by default."""
     next_tokens: bool = False
     """True if position t of `task="tokens"` predicts the label at t + 1, as in a causal language model."""
 
@@ -107,16 +106,16 @@ class Predictive:
         if quantity not in self.reading.quantities:
             *tasks, last = (name for name, kind in TASKS.items() if quantity in kind.quantities)
             needed = f"{', '.join(tasks)} or {last}" if tasks else last
-            # Not an AttributeError, which hasattr and getattr would swallow.
+            # An AttributeError would be swallowed by hasattr and getattr.
             raise ValueError(f"{quantity} needs task {needed}, got predictions of {self.task}")
 
     @property
     def members(self) -> int:
-        """S: how many predictions there are of each input."""
+        """S, the number of predictions of each input."""
         return self.predictions.shape[0]
 
     def __len__(self) -> int:
-        """B: how many inputs were predicted."""
+        """Return B, the number of inputs."""
         return self.predictions.shape[1]
 
     def __repr__(self) -> str:
@@ -127,10 +126,10 @@ class Predictive:
         return f"Predictive(task='{self.task}', {what})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles take the predictions alone: what follows from them can be computed again.
+        # Copies and pickles keep the predictions only; the quantities can be recomputed.
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
-    # -- of any task ---------------------------------------------------------------------------------------
+    # -- all tasks -----------------------------------------------------------------------------------------
 
     @cached_property
     def variance(self) -> Tensor:
@@ -144,11 +143,10 @@ class Predictive:
         return self.epistemic_variance + self.aleatoric_variance
 
     def set(self, level: float = 0.9, *, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The set or interval of a calibrated network that holds the target with probability `level`.
+        """Return a calibrated network's set or interval that contains the target with probability `level`.
 
-        Of classes: a set of them, boolean `[B, C, ...]`; of tokens `[B, T, C]`, and where the answer is yes or no
-        `[B, 2, ...]`, whether no and whether yes is in it. Of values: an interval, `(low, high)`, each of the mean's
-        shape. A `seed` is for randomized sets alone.
+        Classes have a set, boolean `[B, C, ...]`, or `[B, T, C]` for tokens; yes/no has `[B, 2, ...]`, for no and for
+        yes. Values have an interval, `(low, high)`, each in the mean's shape. A `seed` is for randomized sets only.
         """
         if self.calibration is None or self.calibration.conformal is None:
             raise ValueError("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first")
@@ -156,20 +154,20 @@ class Predictive:
 
     @property
     def member_values(self) -> Tensor:
-        """Each member's probabilities, means or quantiles, `[S, B, ...]`."""
+        """Return each member's probabilities, means or quantiles, `[S, B, ...]`."""
         return self.member_probs if self.reading.classes else self.reading.member_values(self.predictions)
 
     @property
     def together(self) -> Tensor:
-        """The joint prediction in the form of one member's, `[B, ...]`: the calibrated logits, say."""
+        """The joint prediction in the form of one member's, `[B, ...]`; for example the calibrated logits."""
         if self.calibration is None or not self.reading.classes:
             return self.reading.averaged(self.predictions)
         return self.reading.logits(self._log_probs).reshape(self.predictions.shape[1:])
 
-    # -- of classes ----------------------------------------------------------------------------------------
+    # -- classes -------------------------------------------------------------------------------------------
 
     def as_classes(self) -> Predictive:
-        """The same predictions as those of classification, `[S, B, C, ...]`: of yes and no there are two classes."""
+        """The predictions in the form of classification, `[S, B, C, ...]`: yes/no becomes two classes."""
         self._require("as_classes")
         if self.reading.class_axis == 1:
             return self
@@ -177,23 +175,23 @@ class Predictive:
 
     @cached_property
     def _member_log_probs(self) -> Tensor:
-        """`[S, B, C, ...]`"""
+        """Log-probabilities of each member with classes in dim 2, `[S, B, C, ...]`."""
         return F.log_softmax(self.reading.by_class(at_least_float32(self.predictions)), dim=2)
 
     @cached_property
     def _mean_log_probs(self) -> Tensor:
-        """Log of the members' mean probabilities, as they are before any calibration, `[B, C, ...]`."""
-        # Rounding may leave the logarithm of a sum of ones a little above 0; a probability stops at 1.
+        """Log of the members' mean probabilities, before any calibration, `[B, C, ...]`."""
+        # Rounding may push the log of a sum of ones above 0.
         return (self._member_log_probs.logsumexp(0) - math.log(len(self.predictions))).clamp(max=0)
 
     @cached_property
     def _log_probs(self) -> Tensor:
-        """The same, calibrated."""
+        """Log of the members' mean probabilities, calibrated, `[B, C, ...]`."""
         return self._mean_log_probs if self.calibration is None else self.calibration.log_probs(self._mean_log_probs)
 
     @cached_property
     def _probs(self) -> Tensor:
-        """`[B, C, ...]`"""
+        """The members' mean probabilities, calibrated, `[B, C, ...]`."""
         return self._log_probs.exp()
 
     @quantity
@@ -208,7 +206,7 @@ class Predictive:
 
     @quantity
     def log_probs(self) -> Tensor:
-        """Log of `probs`, `[B, C, ...]`, exact also where `probs` underflows.
+        """Log of `probs`, `[B, C, ...]`, exact even if `probs` underflows.
 
         >>> p = Predictive(torch.tensor([[[0.0, -300.0]], [[0.0, -300.0]]]))
         >>> p.probs, p.log_probs
@@ -218,12 +216,12 @@ class Predictive:
 
     @quantity
     def probs(self) -> Tensor:
-        """The members' mean probabilities, `[B, C, ...]`; never the softmax of their mean logits."""
+        """The members' mean probabilities, `[B, C, ...]`, not the softmax of their mean logits."""
         return self.reading.own_form(self._probs, 1)
 
     @quantity
     def label(self) -> Tensor:
-        """The most probable class, `[B, ...]`; of yes and no, 1 where yes is the more probable."""
+        """The most probable class, `[B, ...]`; for yes/no, 1 if yes is the more probable."""
         return self._probs.argmax(1)
 
     @quantity
@@ -243,16 +241,16 @@ class Predictive:
 
     @quantity
     def mutual_information(self) -> Tensor:
-        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, never below 0.
+        """Epistemic uncertainty in nats, `[B, ...]`: `entropy - expected_entropy`, at least 0.
 
-        Of calibrated predictions, the entropy meant here is that of the members' mean before calibration.
+        For calibrated predictions it uses the entropy before calibration.
         """
         total = self.entropy if self.calibration is None else _entropy(self._mean_log_probs, dim=1)
         return (total - self.expected_entropy).clamp(min=0)
 
     @quantity
     def max_logit(self) -> Tensor:
-        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input looks."""
+        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input is."""
         return at_least_float32(self.reading.by_class(self.predictions)).mean(0).amax(1)
 
     @quantity
@@ -266,12 +264,12 @@ class Predictive:
         logits = self.reading.by_class(self.predictions)
         labels = logits.argmax(2).movedim(0, 1)
         votes = labels.new_zeros(logits.shape[1:]).scatter_add(1, labels, torch.ones_like(labels))
-        # Of all S * S ordered pairs, take those of equal labels away; a member and itself are one of them.
+        # All S * S ordered pairs, minus those of equal labels, which include each member with itself.
         differing = len(self.predictions) ** 2 - votes.square().sum(1)
         pairs = max(1, len(self.predictions) * (len(self.predictions) - 1))
         return differing.to(torch.promote_types(self.predictions.dtype, torch.float32)) / pairs
 
-    # -- of values -----------------------------------------------------------------------------------------
+    # -- values --------------------------------------------------------------------------------------------
 
     @cached_property
     def member_means_and_variances(self) -> tuple[Tensor, Tensor]:
@@ -290,7 +288,7 @@ class Predictive:
 
     @quantity
     def aleatoric_variance(self) -> Tensor:
-        """The noise that the members predict: the mean of their variances; 0 for `task="regression"`."""
+        """The noise that the members predict, the mean of their variances; 0 for `task="regression"`."""
         return self.member_means_and_variances[1].mean(0)
 
     @quantity
@@ -299,7 +297,7 @@ class Predictive:
         return self.variance.sqrt()
 
     def quantile(self, level: float) -> Tensor:
-        """The quantile of the members' mixture, `[B, ...]`, of a level between those of `task="quantiles"`."""
+        """Return a quantile of the members' mixture, `[B, ...]`; `level` is between those of `task="quantiles"`."""
         self._require("quantile")
         return self.reading.quantile(self.predictions, level)
 
@@ -309,12 +307,11 @@ class Predictive:
         return self.quantile(0.5)
 
     def interval(self, level: float | None = None) -> tuple[Tensor, Tensor]:
-        """The central interval `(low, high)` that holds the target with probability `level`, by default 0.95.
+        """Return the central interval `(low, high)` that holds the target with probability `level`, by default 0.95.
 
-        It is that of the Gaussian with the mean and variance of the members' mixture (Lakshminarayanan et al., 2017,
-        section 2.4). Of quantiles it is that of the mixture itself, by default the widest between them. Of a calibrated
-        network with conformal scores it is `set(level)`, which holds the target as often as promised, whatever the
-        distribution.
+        It is the interval of the Gaussian with the mean and variance of the members' mixture (Lakshminarayanan et al.,
+        2017, section 2.4). For quantiles it is that of the mixture itself, by default the widest between their levels.
+        For a calibrated network with conformal scores it is `set(level)`, whose coverage holds for any distribution.
 
         >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")
         >>> p.interval(0.5)
@@ -328,10 +325,10 @@ class Predictive:
             return self.calibration.conformal.set(self, level)
         return self.reading.interval(self.predictions, self.mean, self.std, level)
 
-    # -- parts of them -------------------------------------------------------------------------------------
+    # -- selection -----------------------------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Predictive:
-        """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch dimension stays.
+        """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch axis stays.
 
         >>> p = Predictive(torch.randn(4, 10, 3))
         >>> p[2:5]
@@ -379,7 +376,7 @@ class Predictive:
         )
 
     def to(self, target: torch.device | torch.dtype | str) -> Predictive:
-        """The same predictions on another device or in another dtype; itself where nothing changes."""
+        """Return the predictions on another device or in another dtype; itself if nothing changes."""
         moved = self.predictions.to(target)
         if moved is self.predictions:
             return self
@@ -388,11 +385,11 @@ class Predictive:
         return replace(self, predictions=moved, draws=draws, calibration=calibration)
 
     def cpu(self) -> Predictive:
-        """The same predictions on the CPU; itself if they are there."""
+        """Return the predictions on the CPU; itself if they are there."""
         return self.to("cpu")
 
 
 def _entropy(log_probs: Tensor, dim: int) -> Tensor:
-    """`-sum p log p` over `dim`, where p log p is 0 at p = 0."""
+    """Return `-sum p log p` over `dim`, with p log p = 0 at p = 0."""
     finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN
     return (log_probs.exp() * -finite).sum(dim)

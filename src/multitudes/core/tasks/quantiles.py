@@ -1,9 +1,9 @@
 """Task "quantiles": quantile heads, and the distribution that they describe.
 
-Koenker & Bassett, *Regression Quantiles* (1978). A network predicts Q quantiles of a value, of rising levels. Between
-them its quantile function is taken to be linear, and to go on as steeply beyond the outermost; where two quantiles
-cross, they change places (Chernozhukov, Fernández-Val & Galichon, *Quantile and Probability Curves Without Crossing*,
-2010). Members together are the mixture of their distributions.
+Koenker & Bassett, *Regression Quantiles* (1978). A network predicts Q quantiles of a value, at rising levels. Its
+quantile function is linear between them, and extrapolated linearly beyond the outermost; quantiles that cross are
+sorted (Chernozhukov, Fernández-Val & Galichon, *Quantile and Probability Curves Without Crossing*, 2010). Members
+together are the mixture of their distributions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from multitudes.core.calling import InputError
 from multitudes.core.tasks.criteria import Criterion, at_least_float32, reduced, unwrapped
 from multitudes.core.tasks.values import ValueTask
 
-_HALVINGS = 64  # of the range in which a quantile is looked for: to the last bit in float64
-_CHUNK = 2**24  # how many segments of quantile functions are looked at together
+_HALVINGS = 64  # bisection steps: to the last bit in float64
+_CHUNK = 2**24  # number of segments of quantile functions processed at once
 
 
 def default_levels(count: int) -> tuple[float, ...]:
-    """The levels of `count` quantiles where none were chosen: evenly spaced from 0.05 to 0.95; of one, 0.5.
+    """Return the default levels of `count` quantiles: evenly spaced from 0.05 to 0.95; 0.5 for a single one.
 
     >>> default_levels(3), default_levels(1)
     ((0.05, 0.5, 0.95), (0.5,))
@@ -38,7 +38,7 @@ def default_levels(count: int) -> tuple[float, ...]:
 
 
 def check_levels(levels: Any, count: int | None = None) -> tuple[float, ...]:
-    """Levels as a tuple; an error unless they rise and lie between 0 and 1, and are as many as there are quantiles."""
+    """Return levels as a tuple; raise an error unless they rise, lie between 0 and 1, and are `count`."""
     numbers = isinstance(levels, Sequence) and not isinstance(levels, str) and len(levels) > 0
     if not numbers or not all(isinstance(each, (int, float)) and 0 < each < 1 for each in levels):
         raise ValueError(f"quantiles must be levels between 0 and 1, such as (0.05, 0.5, 0.95), got {levels!r}")
@@ -52,9 +52,9 @@ def check_levels(levels: Any, count: int | None = None) -> tuple[float, ...]:
 def pinball(
     prediction: Tensor, target: Tensor, levels: Sequence[float] | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """The training criterion of `task="quantiles"`: `[B, Q, ...]`, `[B, ...]` -> mean over everything.
+    """The training criterion of `task="quantiles"`: `[B, Q, ...]`, `[B, ...]` -> mean over all values.
 
-    `tau (y - q)` where the quantile q of level tau is too low, and `(1 - tau) (q - y)` where it is too high.
+    `tau (y - q)` if the quantile q of level tau is too low, and `(1 - tau) (q - y)` if it is too high.
 
     >>> pinball(torch.tensor([[1.0, 3.0]]), torch.tensor([2.0]), (0.1, 0.9))  # (0.1 * 1 + 0.1 * 1) / 2
     tensor(0.1000)
@@ -71,7 +71,7 @@ def pinball(
 
 
 def _knots(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Quantile functions from level 0 to 1: values `[S, B, Q, ...]` -> `[S, B, ..., Q + 2]`, levels `[Q + 2]`."""
+    """Return quantile functions from level 0 to 1: `[S, B, Q, ...]` -> `[S, B, ..., Q + 2]`, levels `[Q + 2]`."""
     q = values.movedim(2, -1).sort(-1).values
     first, last = q[..., :1], q[..., -1:]
     low, high = torch.zeros_like(first), torch.zeros_like(last)
@@ -83,7 +83,7 @@ def _knots(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def moments(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the distributions with these quantiles: `[S, B, Q, ...]` -> `[S, B, ...]` each.
+    """Return mean and variance of the distributions with these quantiles: `[S, B, Q, ...]` -> `[S, B, ...]` each.
 
     >>> mean, variance = moments(torch.tensor([[[0.25, 0.5, 0.75]]]), (0.25, 0.5, 0.75))  # uniform from 0 to 1
     >>> mean, variance
@@ -97,7 +97,7 @@ def moments(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def mixture_quantile(values: Tensor, levels: Sequence[float], level: float) -> Tensor:
-    """The quantile of a level of the mixture of S members: quantiles `[S, B, Q, ...]` -> `[B, ...]`.
+    """Return the quantile of a mixture of S members at a level: quantiles `[S, B, Q, ...]` -> `[B, ...]`.
 
     >>> two = torch.tensor([[[0.25, 0.75]], [[10.25, 10.75]]])  # uniform from 0 to 1, and from 10 to 11
     >>> mixture_quantile(two, (0.25, 0.75), 0.25)
@@ -117,7 +117,7 @@ def mixture_quantile(values: Tensor, levels: Sequence[float], level: float) -> T
 
 
 def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
-    """Find where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`, by halving."""
+    """Find by bisection where the mean of the S distribution functions of `knots [S, N, K]` reaches a level, `[N]`."""
     start, width = knots[..., :-1], knots.diff(dim=-1)
     low, high = knots.amin((0, 2)), knots.amax((0, 2))
     for _ in range(_HALVINGS):
@@ -131,10 +131,10 @@ def _inverted(knots: Tensor, share: Tensor, level: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantiles(ValueTask):
-    """Quantiles of rising levels of each value: `[S, B, Q, ...]`."""
+    """Quantiles of each value, at rising levels: `[S, B, Q, ...]`."""
 
     quantiles: Any = None
-    """The levels, chosen or (once predictions have been seen) the default ones."""
+    """The levels, chosen or, once the number of predictions is known, the default ones."""
 
     name = "quantiles"
     criteria = (pinball,)
@@ -170,12 +170,12 @@ class Quantiles(ValueTask):
         return at_least_float32(predictions).sort(2).values
 
     def quantile(self, predictions: Tensor, level: float) -> Tensor:
-        """The quantile of the members' mixture, `[B, ...]`, of a level between those predicted."""
+        """Return a quantile of the members' mixture, `[B, ...]`; `level` is between those predicted."""
         return mixture_quantile(predictions, self.quantiles, level)
 
     @property
     def level(self) -> float:
-        """The level of the widest central interval between the outermost quantiles."""
+        """The level of the interval between the outermost quantiles."""
         widest = round(1 - 2 * max(self.quantiles[0], 1 - self.quantiles[-1]), 12)
         if widest <= 0:
             raise ValueError(

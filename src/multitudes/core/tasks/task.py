@@ -1,4 +1,4 @@
-"""Task: how predictions are read, averaged, trained, measured, calibrated and exported."""
+"""`Task`: how predictions are averaged, trained, measured, calibrated and exported."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ from multitudes.core.tasks.criteria import (
 class Task(ABC):
     """The meaning of predictions `[S, B, ...]`. Immutable; `core.tasks.task_of` makes one from its name and settings.
 
-    A task derives from `ClassTask` or `ValueTask`, fills in the attributes below where the defaults do not fit, and
-    overrides the methods that it does differently.
+    A task derives from `ClassTask` or `ValueTask`, sets the attributes below if the defaults do not fit, and overrides
+    the methods that differ.
     """
 
     name: ClassVar[str]
     criteria: ClassVar[tuple[Any, ...]]
-    """Known criteria, functions and classes; the default one first."""
+    """Known criteria, functions and classes; the default first."""
     rank: ClassVar[int] = 3
-    """The least number of axes of predictions `[S, B, ...]`."""
+    """The minimum rank of predictions `[S, B, ...]`."""
     form: ClassVar[str] = "[S, B, channels, ...]"
     """The predictions' shape, for errors."""
     settings: ClassVar[tuple[str, ...]] = ()
     """The names of its settings: `"quantiles"`, `"next_tokens"`."""
 
     classes: ClassVar[bool]
-    """True if predictions are logits of classes, and not values."""
+    """True if predictions are logits of classes, not values."""
     class_axis: ClassVar[int | None] = None
-    """The axis of classes in predictions `[B, ...]`; None where they have none."""
+    """The axis of classes in predictions `[B, ...]`; None if they have none."""
     quantities: ClassVar[frozenset[str]]
-    """The quantities of a `Predictive` that exist."""
+    """The quantities of a `Predictive` that exist for this task."""
     outputs: ClassVar[dict[str, str]]
-    """The outputs of an exported file by name, each with the quantity that it is."""
+    """The outputs of an exported file, by name, with their quantities."""
     metrics: ClassVar[tuple[str, ...]]
-    """The kinds of metrics that apply (`metrics.declare`); the first one reads predictions and targets for all."""
+    """The kinds of metrics that apply (`metrics.declare`); the first one parses predictions and targets for all."""
     scalings: ClassVar[tuple[str | None, ...]] = (None,)
     """The scalings that can calibrate it (`evaluation.temperature`), the default first."""
     scores: ClassVar[tuple[str, ...]] = ()
     """The conformal scores of its sets and intervals (`evaluation.conformal`), the default first."""
     likelihood: ClassVar[bool] = False
-    """True if a Laplace posterior exists: the default criterion is minus the log-likelihood of a softmax where there
-    is an axis of classes, of a sigmoid for other classes, of a Gaussian for values."""
+    """True if a Laplace posterior exists: the default criterion is minus the log-likelihood of a softmax if there is an
+    axis of classes, of a sigmoid for other classes, of a Gaussian for values."""
     single_logit: ClassVar[bool] = False
-    """True if the two classes, no and yes, have one logit."""
+    """True if the two classes, no and yes, share one logit."""
     several_labels: ClassVar[bool] = False
-    """True if each input has several targets, in dim 1, each with classes of its own."""
+    """True if each input has several targets, in dim 1, each with its own classes."""
     per_value: ClassVar[int] = 1
-    """The number of a network's outputs for each class or value."""
+    """The number of network outputs per class or value."""
     tells_noise: ClassVar[bool] = False
     """True if members predict the noise of values, so that their mixture has a density."""
     compared: ClassVar[bool] = False
-    """True if the landscape's analyses of function space compare such predictions."""
+    """True if the landscape's function-space analyses support such predictions."""
     ignored: ClassVar[int | None] = None
-    """The target that no metric counts."""
+    """The target that metrics ignore."""
     quantiles: Any = None
     """The levels of quantiles; a setting."""
     next_tokens: Any = False
@@ -82,7 +82,7 @@ class Task(ABC):
     # -- predictions and targets ---------------------------------------------------------------------------
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise ValueError unless predictions `[S, B, ...]` of this shape can be read."""
+        """Raise ValueError unless predictions of this shape, `[S, B, ...]`, fit the task."""
         if len(shape) < self.rank:
             need: str | None = f"be {self.form}"
         else:
@@ -91,41 +91,41 @@ class Task(ABC):
             raise ValueError(f"predictions of task {self.name} must {need}, got shape {list(shape)}")
 
     def _needs(self, shape: Sequence[int]) -> str | None:
-        """The requirement that a shape of enough axes does not meet, for an error."""
+        """Return the requirement that a shape of sufficient rank does not meet, for an error."""
         return None
 
     def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
-        """Raise InputError where aligned targets `[B, ...]` do not fit predictions `[S, B, ...]`.
+        """Raise InputError if aligned targets `[B, ...]` do not fit predictions `[S, B, ...]`.
 
-        With `values`, check as well that classes are classes, or probabilities of them.
+        With `values`, also check that classes are valid classes or probabilities.
         """
         if not isinstance(y, Tensor) or not y.numel():
             got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise InputError(f"y must be a tensor with at least one target, got {got}")
 
     def sized(self, shape: Sequence[int]) -> Self:
-        """The task with the settings that predictions of this shape decide."""
+        """Return the task with the settings that follow from the shape of predictions."""
         return self
 
     def aligned(self, y: Tensor, last: int = -100) -> Tensor:
-        """Targets `[B, ...]`, each at the position that predicts it, and `last` where there is none."""
+        """Return targets `[B, ...]`, each at the position that predicts it, and `last` where there is none."""
         return y
 
     def places(self, shape: torch.Size) -> torch.Size:
-        """The shape `[B, ...]` of what has a target of its own, for predictions `[B, ...]` of a shape."""
+        """Return the shape `[B, ...]` of targets for predictions of a shape, `[B, ...]`."""
         return shape[:1] + shape[2:]
 
     def shown(self, outputs: Sequence[int]) -> list[int]:
-        """The axes of predictions behind `[S, B]`, as they are displayed: those of classes or values."""
+        """Return the axes of predictions after `[S, B]` to display: those of classes or values."""
         if self.single_logit or not outputs:
             return list(outputs[1:])
         return [outputs[0] // self.per_value, *outputs[1:]]
 
     def averaged(self, predictions: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The prediction that several predictions `[D, B, ...]` make together, in the form of one of them `[B, ...]`.
+        """Average predictions `[D, B, ...]` into one in the same form, `[B, ...]`.
 
-        Of classes: logits whose probabilities are the mean of theirs. Regression, quantiles: their mean. Gaussian: the
-        mean and variance of their mixture. `weights [D]` add up to 1; without them all count the same.
+        Classes: logits whose probabilities are the mean of theirs. Regression, quantiles: their mean. Gaussian: the
+        mean and variance of their mixture. `weights [D]` sum to 1; the default weights are equal.
 
         >>> from multitudes.core.tasks import task_of
         >>> task_of("classification").averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]])).exp()
@@ -142,7 +142,7 @@ class Task(ABC):
 
     @abstractmethod
     def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
-        """The same of values in float32 or better, and weights `[D, 1, ...]`."""
+        """Average values in float32 or better, with weights `[D, 1, ...]`."""
 
     # -- losses --------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Task(ABC):
         return criterion
 
     def averages_rows(self, criterion: Criterion) -> bool:
-        """Return whether a criterion is known to be the mean over rows, so that batches can be put together.
+        """Return whether a criterion is known to be a mean over rows, so that batches can be combined.
 
         >>> from multitudes.core.tasks import task_of
         >>> import torch.nn.functional as F
@@ -165,15 +165,15 @@ class Task(ABC):
         return self._is_own(criterion) and not weighs_rows and setting_of(criterion, "reduction", "mean") == "mean"
 
     def _is_own(self, criterion: Criterion) -> bool:
-        """Return whether a criterion is a known one itself; a subclass may compute anything."""
+        """Return whether a criterion is itself a known one; a subclass may compute anything."""
         own = unwrapped(criterion)
         return (type(own) if isinstance(own, nn.Module) else own) in self.criteria
 
     def loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """A known criterion of a prediction `[B, ...]` and its targets, not aligned, whole numbers of any type too.
+        """Apply a known criterion to a prediction `[B, ...]` and its unaligned targets, integers of any type included.
 
-        With a `weight` of each row, `[B]`, or of each target, in the shape of y, it is the mean of the targets' losses
-        times their weights.
+        With a `weight` for each row, `[B]`, or for each target, in the shape of y, return the mean of the targets'
+        losses times their weights.
         """
         with nullcontext() if torch.compiler.is_compiling() else fitting(prediction, y):
             criterion, prediction, fitted = self._fitted(criterion, prediction, y)
@@ -186,9 +186,9 @@ class Task(ABC):
     def validation_losses(
         self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score of each target, lower is better, and its weight, 0 where it is ignored, in one shape.
+        """Return the score of each target, lower is better, and its weight, 0 if ignored, in the same shape.
 
-        By default it is the loss of the members' joint prediction, `together`.
+        By default the score is the loss of the members' joint prediction, `together`.
         """
         with fitting(together, y):
             criterion, prediction, fitted = self._fitted(self.criterion, at_least_float32(together), y)
@@ -196,7 +196,7 @@ class Task(ABC):
             return losses, counts * spread(self._fitted_weight(weight, y, fitted), losses)
 
     def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
-        """A criterion, a prediction and targets in the shapes and dtypes that torch's criteria take."""
+        """Convert a criterion, a prediction and targets to the shapes and dtypes that torch's criteria take."""
         own = (
             dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else getattr(criterion, "keywords", {})
         )
@@ -217,7 +217,7 @@ class Task(ABC):
         return prediction, y
 
     def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
-        """Weights of single targets, moved as the targets were."""
+        """Reorder the weights of single targets like the targets."""
         if weight.dim() == 1 or weight.shape != y.shape:
             return weight
         return self.aligned(weight, 0).reshape(fitted.shape if weight.numel() == fitted.numel() else weight.shape)
@@ -225,7 +225,7 @@ class Task(ABC):
 
 @contextmanager
 def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
-    """Turn torch's errors about targets that do not fit predictions into a sentence."""
+    """Turn torch's errors about targets that do not fit predictions into one sentence."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError):

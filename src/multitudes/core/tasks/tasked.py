@@ -1,4 +1,4 @@
-"""Tasked: a network with a task, which decides how its predictions are read and by what they are trained."""
+"""`Tasked`: a network with a task, which determines its loss and the meaning of its predictions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Tasked(nn.Module):
     @property
     @abstractmethod
     def template(self) -> nn.Module:
-        """The network whose class, configuration and attributes stand for the multitude's."""
+        """The network whose class, configuration and attributes represent those of the multitude."""
 
     @property
     def task(self) -> str:
-        """The name of the task (see `Predictive`), which decides the loss.
+        """The name of the task (see `Predictive`), which determines the loss.
 
-        Until it is set, it is that of the network's Hugging Face head, or classification.
+        By default it is the task of the network's Hugging Face head, or classification.
         """
         return self.known_task or "classification"
 
@@ -58,14 +58,14 @@ class Tasked(nn.Module):
 
     @property
     def known_task(self) -> str | None:
-        """The task that was chosen, or that of the network's head; None where predictions and targets decide."""
+        """The chosen task, or that of the network's head; None if predictions and targets decide."""
         if self.chosen_task is not None or not isinstance(self.template, Tasked):
             return self.chosen_task or head_task(self.template)
         return self.template.known_task
 
     @property
     def quantiles(self) -> tuple[float, ...] | None:
-        """The levels of `task="quantiles"`, which setting them chooses; None for evenly spaced ones, 0.05 to 0.95."""
+        """The levels of `task="quantiles"`, which setting them selects; None for evenly spaced ones, 0.05 to 0.95."""
         return self._quantiles
 
     @quantiles.setter
@@ -79,8 +79,8 @@ class Tasked(nn.Module):
     def next_tokens(self) -> bool:
         """True if position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
 
-        So it is for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to False for
-        labels that are shifted already, and to True for a language model of your own whose labels are not.
+        This is the default for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to
+        False if your labels are shifted already, and to True for your own language model if they are not.
         """
         if self._next_tokens is not None or not isinstance(self.template, Tasked):
             return predicts_next_tokens(self.template) if self._next_tokens is None else self._next_tokens
@@ -93,16 +93,16 @@ class Tasked(nn.Module):
             inner.next_tokens = shifted
 
     def _inner_networks(self) -> list[Tasked]:
-        """The networks inside that have a task themselves: members that are multitudes."""
+        """The networks inside that have their own task: members that are multitudes."""
         inside = self.network if isinstance(self.network, nn.ModuleList) else [self.network]
         return [network for network in inside if isinstance(network, Tasked)]
 
     def predictive_of(
         self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
     ) -> Predictive:
-        """Predictions `[S, B, ...]` of inputs by the network's task, or another one.
+        """Turn predictions `[S, B, ...]` of inputs into a `Predictive` of the network's task, or of another one.
 
-        An error where neither is known, and their shape leaves open what they are.
+        Raise an error if no task is known and the shape of predictions is ambiguous.
         """
         task = task or self.known_task
         if task is None:
@@ -112,7 +112,7 @@ class Tasked(nn.Module):
         return Predictive(predictions, task, draws, None, reading.quantiles, reading.next_tokens)
 
     def _warn_of_copies(self, x: Input, y: Tensor, task: str | None) -> None:
-        """One warning where tokens are to be predicted that are the inputs themselves: that is learned by copying."""
+        """Warn once if the tokens to predict are the inputs themselves, which a network learns by copying."""
         known = task or self.known_task
         if known is None or "next_tokens" not in task_of(known).settings or self.next_tokens:
             return
@@ -128,13 +128,13 @@ class Tasked(nn.Module):
     def _criterion(
         self, criterion: Criterion | None, task: str | None, predictions: Tensor, y: Tensor, averages: bool = False
     ) -> TrainingLoss:
-        """The loss to train with; an error where the targets do not fit the task or the predictions.
+        """Return the training loss; raise an error if the targets do not fit the task or the predictions.
 
-        On a GPU only the values of the first targets are checked, since looking at them waits for it.
+        On a GPU only the values of the first targets are checked, since reading them waits for the GPU.
         """
         objective = self._objective(criterion, task, averages)
         if not objective.is_known or torch.compiler.is_compiling():
-            return objective  # a criterion of the user's own checks its targets itself
+            return objective  # a user's own criterion checks its targets itself
         if not objective.has_task:
             check_clear(predictions, y)
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
@@ -144,7 +144,7 @@ class Tasked(nn.Module):
         return objective
 
     def _objective(self, criterion: Criterion | None, task: str | None, averages: bool) -> TrainingLoss:
-        """Find the criterion and the task; the last default criterion is kept, since every step asks for it."""
+        """Find the criterion and the task; cache the default criterion, since every step needs it."""
         config = getattr(self.template, "config", None)
         head = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
         key = task, averages, self.chosen_task, self._quantiles, self._next_tokens, head
@@ -165,15 +165,15 @@ class Tasked(nn.Module):
 
 @dataclass(frozen=True)
 class TrainingLoss:
-    """The loss of a prediction, with the task by which it is read."""
+    """The loss of a prediction, with its task."""
 
     loss: Callable[..., Tensor]
     """A function `(prediction, y, weight=None) -> mean over the batch`."""
     reading: Task
     has_task: bool
-    """True if the task was chosen, or is that of the network's head."""
+    """True if the task was chosen, or comes from the network's head."""
     is_known: bool
-    """True if the criterion is one of torch's or of the library."""
+    """True if the criterion belongs to torch or the library."""
     averages_rows: bool
     """True if the criterion is the mean over rows."""
 
@@ -181,10 +181,10 @@ class TrainingLoss:
 def member_losses(
     objective: TrainingLoss, predictions: Tensor, y: Tensor, weight: Tensor | None, alike: bool
 ) -> list[Tensor]:
-    """The losses of members' averaged draws, `[M, D, B, ...]`.
+    """Return the losses of members' averaged draws, `[M, D, B, ...]`.
 
-    Where all members count `alike`, and the criterion is the mean over rows, it is one number: the mean over the rows
-    of all members, by one call instead of one for each.
+    If all members count `alike`, and the criterion is the mean over rows, return one number: the mean over the rows of
+    all members, in one call instead of one per member.
     """
     members, draws = predictions.shape[:2]
     if alike and draws == 1 and objective.averages_rows:

@@ -14,7 +14,7 @@ from multitudes.core.tasks.task import Task
 
 
 class ValueTask(Task):
-    """A task whose predictions are of numbers; by default each is a member's mean."""
+    """A task whose predictions are numbers; by default each is a member's mean."""
 
     classes = False
     quantities = frozenset({"mean", "epistemic_variance", "aleatoric_variance", "std", "interval"})
@@ -25,12 +25,12 @@ class ValueTask(Task):
         return (weights * values).sum(0)
 
     def means_and_variances(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
-        """Each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`; 0 where it predicts none."""
+        """Return each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`; 0 if it predicts none."""
         means = at_least_float32(predictions)
         return means, means.new_zeros(()).expand_as(means)
 
     def member_values(self, predictions: Tensor) -> Tensor:
-        """Values whose mean over members is the joint prediction, `[S, B, ...]`."""
+        """Return values whose mean over members is the joint prediction, `[S, B, ...]`."""
         return self.means_and_variances(predictions)[0]
 
     @property
@@ -39,20 +39,20 @@ class ValueTask(Task):
         return 0.95
 
     def interval(self, predictions: Tensor, mean: Tensor, std: Tensor, level: float) -> tuple[Tensor, Tensor]:
-        """The central interval `(low, high)` of the members' mixture: that of the Gaussian with its moments."""
-        # From the lower tail, whose probability is exact in floating point even as level nears 1.
+        """Return the central interval `(low, high)` of the Gaussian with the moments of the members' mixture."""
+        # Use the lower tail, whose probability is exact in floating point even as level nears 1.
         reach = -NormalDist().inv_cdf((1 - level) / 2) * std
         return mean - reach, mean + reach
 
     def stretched(self, predictions: Tensor, factor: Tensor) -> Tensor:
-        """Predictions `[S, B, ...]` whose mixture has `factor` times the variance, and the same mean."""
+        """Return predictions `[S, B, ...]` whose mixture has `factor` times the variance, and the same mean."""
         values = predictions.to(factor.dtype)
         mean = values.mean(0)
         return mean + factor.sqrt() * (values - mean)
 
 
 class Regression(ValueTask):
-    """One number for each value: means `[S, B]` or `[S, B, D, ...]`."""
+    """One number per value: means `[S, B]` or `[S, B, D, ...]`."""
 
     name = "regression"
     criteria = (
