@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.vmap import (  # from the implementation of torch.vmap
+from torch._functorch.vmap import (  # type: ignore[attr-defined]  # from the implementation of torch.vmap
     _add_batch_dim,
     _remove_batch_dim,
     vmap_increment_nesting,
