@@ -115,11 +115,14 @@ class MemberLayer(nn.Module):
                 if self.untiled == bool(late):
                     raise InputError(f"{self._named()} runs in another order than before")
                 late += [self] if self.untiled else []
-            if learns and not torch.is_grad_enabled() and checkpointed_without_gradient():
-                raise InputError(
-                    f"{self._named()} would not learn: no input of the part that torch.utils.checkpoint runs with "
-                    "use_reentrant=True needs a gradient; pass use_reentrant=False, or x.requires_grad_()"
-                )
+            if learns and not torch.is_grad_enabled() and (given := checkpointed()) is not None:
+                if lane is not None:
+                    raise InputError(f"{self._named()} runs inside torch.utils.checkpoint with use_reentrant=True")
+                if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
+                    raise InputError(
+                        f"{self._named()} would not learn: no input of the part that torch.utils.checkpoint runs with "
+                        "use_reentrant=True needs a gradient; pass use_reentrant=False, or x.requires_grad_()"
+                    )
         return super().__call__(*args, **kwargs)
 
     def _named(self) -> str:
@@ -214,17 +217,17 @@ def _joined(members: AtOnce, *parts: Any) -> Any:
     return members.own(torch.stack(parts)) if isinstance(parts[0], Tensor) else parts[0]
 
 
-def checkpointed_without_gradient() -> bool:
-    """Return whether this runs inside torch's reentrant checkpointing of inputs that need no gradient.
+def checkpointed() -> tuple[Any, ...] | None:
+    """Return the arguments of torch's outermost reentrant checkpoint that is running; None outside of all.
 
-    Then nothing inside gets a gradient, also in a network of one member, and torch only warns.
+    Where no argument needs a gradient, nothing inside gets one, and torch shows no more than a warning.
     """
-    function = CheckpointFunction.forward.__code__
-    frame, given = sys._getframe(), None
+    frame: Any = sys._getframe()
+    given = None
     while frame is not None:
-        given = frame.f_locals["args"] if frame.f_code is function else given  # of the outermost
-        frame = frame.f_back  # type: ignore[assignment]
-    return given is not None and not any(isinstance(value, Tensor) and value.requires_grad for value in given)
+        given = frame.f_locals["args"] if frame.f_code is CheckpointFunction.forward.__code__ else given
+        frame = frame.f_back
+    return given
 
 
 def member_layers(network: nn.Module) -> dict[str, MemberLayer]:

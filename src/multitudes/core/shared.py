@@ -186,10 +186,11 @@ class SharedRunners:
         """Clear the findings about inputs."""
         self.known: dict[tuple[int, Hashable], Runner] = {}  # by version and kind of input
         self.divides = Verdicts()  # whether each member can run on its own rows
+        self.warned: set[str] = set()
         self.divider: tuple[int, SideBySide | Tiled] | None = None  # with the network's version
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("known", "divides", "divider")}
+        return {key: value for key, value in vars(self).items() if key not in ("known", "divides", "divider", "warned")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -286,7 +287,7 @@ class SharedRunners:
         work = self._work(x)
         names = self._names(x, shared=work.shared, products=work.products)
         if len(names) > 1 and work.draws and not self.network.training:  # members have random numbers of their own
-            names = ("side_by_side",)
+            names = () if work.hooked else ("side_by_side",)
         elif len(names) > 1 and work.hooked:  # a hook cannot keep what it sees under vmap
             names = "tiled_late", "tiled", "side_by_side"
         elif len(names) > 1 and work.branches:  # another branch may let the rows of one batch affect each other
@@ -304,8 +305,9 @@ class SharedRunners:
             if not (reason := self._difference(x, runner)):
                 return runner
             reasons.append(f"{name.replace('_', ' ')}, {reason}")
-        if reasons:
-            warnings.warn(_WARNING.format(reason="; ".join(reasons)), stacklevel=2)
+        if reasons and (reason := "; ".join(reasons)) not in self.warned:
+            self.warned.add(reason)
+            warnings.warn(_WARNING.format(reason=reason), stacklevel=2)
         return self.one_by_one
 
     def _work(self, x: Input) -> _Work:
@@ -370,7 +372,9 @@ class SharedRunners:
 
             named = layer if isinstance(trial, Tiled) else None
             learns = torch.is_grad_enabled()
-            return difference(self.network, x, lambda x: fast(x)[few], plain, gradients=learns, layer=named)
+            reason = difference(self.network, x, lambda x: fast(x)[few], plain, gradients=learns, layer=named)
+        # Torch can take no such gradient through a reentrant checkpoint, where rows are tiled as they are outside.
+        return "" if named is not None and "use_reentrant" in reason else reason
 
 
 def _has_hooks(module: nn.Module) -> bool:
