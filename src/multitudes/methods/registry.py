@@ -24,7 +24,7 @@ Build = Callable[[nn.Module, Tensor, Settings, int], Multitude]
 
 @dataclass(frozen=True)
 class Method:
-    """How to build, train and finish one method. All settings are plain values.
+    """Recipe to build, train and finish one method. All settings are plain values.
 
     A method may change the common training arguments: rates, schedule, number of epochs. A method made of checkpoints
     defines the steps at which they are recorded (`times`) and builds the result from them (`finish`).
@@ -53,11 +53,11 @@ class Method:
     """Last step, with targets: (result of `finish`, batches `(x, y)` of the training data, held-out batches or None,
     settings, seed) -> the multitude to predict with."""
     feature_maps: bool = False
-    """Whether it needs inputs that have feature maps."""
+    """True if it needs inputs that have feature maps."""
     tables: bool = False
-    """Whether it is only for tables."""
+    """True if it is only for tables."""
     pretrained: bool = False
-    """Whether it is only for pretrained networks."""
+    """True if it is only for pretrained networks."""
 
     def complete(self, given: Settings | None = None) -> dict[str, Any]:
         """Return all settings: the given ones, and defaults for the rest."""

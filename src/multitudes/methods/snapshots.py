@@ -50,7 +50,7 @@ class CosineCycles(LRScheduler):
 
     @property
     def cycle_ended(self) -> bool:
-        """Whether the last step ended a cycle: the time to record."""
+        """True if the last step ended a cycle: the time to record."""
         done = self.last_epoch * self.cycles
         return done // self.steps > (done - self.cycles) // self.steps
 

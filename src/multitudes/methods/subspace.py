@@ -429,7 +429,7 @@ def _subspace(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Se
 
 
 def _settled(net: Multitude, seed: int) -> Multitude:
-    """With batch norm, fix the draws: statistics take a pass over the data, and are not in a state dict."""
+    """Fix the draws if there is batch norm: statistics take a pass over the data, and are not in a state dict."""
     return net.networks(seed=seed) if isinstance(net, Subspace) and norms(net.network) else net
 
 

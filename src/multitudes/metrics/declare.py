@@ -80,7 +80,7 @@ class Kind:
     read: Callable[..., Any]
     """Maps a batch to the input of updates. Parameters whose type has a check are settings."""
     allows: Callable[[Predictive, float | None], bool] = lambda p, noise_precision: True
-    """Whether the predictions support these metrics, given the noise precision, if their task does."""
+    """Return whether predictions of a suitable task support these metrics, given the noise precision."""
 
     def __post_init__(self) -> None:
         KINDS[self.name] = self
@@ -131,7 +131,7 @@ class Declaration(Generic[R]):
     score: str = ""
     """Name in an evaluation; by default that of the function."""
     shifted: bool = False
-    """Whether `evaluate` also computes it on corrupted images."""
+    """True if `evaluate` also computes it on corrupted images."""
     order: Sequence[str] | None = None
     """Names of the settings in order; by default all, the update's first and the reader's last."""
     name: str = field(init=False)

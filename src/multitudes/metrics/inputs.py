@@ -82,7 +82,7 @@ class Rows:
 
     @cached_property
     def correct(self) -> Tensor:
-        """Whether `label` is the true class, `[N]`, boolean."""
+        """True where `label` is the true class, `[N]`."""
         return self.label == self.target
 
     def members(self, metric: str) -> Predictive:

@@ -105,7 +105,7 @@ def _checked(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Detection(NamedTuple):
-    """How well one uncertainty separates outside from inside; NaN if one of them was empty."""
+    """Scores of one uncertainty at separating outside from inside; NaN if one of them was empty."""
 
     auroc: float
     aupr: float

@@ -52,7 +52,7 @@ class Forecasts:
 
     @property
     def noisy(self) -> bool:
-        """Whether the mixture has a density: every variance is above 0."""
+        """True if the mixture has a density: every variance is above 0."""
         return bool((self.variances > 0).all())
 
     @cached_property

@@ -28,7 +28,7 @@ from multitudes.core.tasks.gaussian import join_gaussian
 from multitudes.surgery.affine import kind_of, maps_of, product, product_kind, weight_of
 
 STRUCTURES = ("full", "kron", "diag")
-"""From the most to the least memory."""
+"""Structures in order of decreasing memory."""
 
 PROBIT = math.pi / 8
 

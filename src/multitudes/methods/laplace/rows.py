@@ -110,7 +110,7 @@ class Rows:
     weight: Tensor
     """Weight of each target `[R, O]`, or of a row `[R, 1]`; 0 for outputs without a target."""
     by_output: bool = True
-    """Whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
+    """True if each output of the layer is one of the predictions `[B]` or `[B, O]`."""
 
 
 def rows_of(

@@ -71,7 +71,7 @@ _DRAWN = {
 
 @dataclass(frozen=True)
 class Overhead:
-    """How many parameters a network had, and how many were added."""
+    """Numbers of parameters that a network had, and that were added."""
 
     before: int
     added: int
