@@ -5,8 +5,8 @@ Member i has the weight `W_i = W * (s_i r_i^T)`, so its layer computes
 
     y = W (x * r_i) * s_i + b_i.
 
-By default all members run in one tiled batch. In evaluation on a CPU they often run one by one instead. A CPU also
-scales the weight if it is smaller than a member's input (most convolutions), so autograd stores no scaled input.
+In training and on a GPU all members run in one tiled batch; a CPU often runs them one by one in evaluation. If a weight
+is smaller than a member's input (most convolutions), a CPU scales the weight, so autograd stores no scaled input.
 """
 
 from __future__ import annotations

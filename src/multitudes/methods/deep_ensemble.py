@@ -33,7 +33,7 @@ def deep_ensemble(
 ) -> Members:
     """Return an ensemble of `members` networks like `model`, which is not changed.
 
-    If `model` is a function that builds a network, it is called for each member. Otherwise `init` decides:
+    If `model` is a function that builds a network, it is called for each member. For a given network, `init` decides:
 
     - `"fresh"` (default): reset every layer by its own rule;
     - `"heads"`: keep the weights, reset the output layers (or those that `heads` selects), to fine-tune a pretrained

@@ -31,7 +31,7 @@ from multitudes.surgery.start import Start
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
-    """Draw `[M, C]` masks of zeros and ones, with equally many ones in each and every channel used by some member.
+    """Draw `[M, C]` masks of zeros and ones, with equally many ones in each; every channel is used by some member.
 
     With `scale=1` all members use all channels. Larger scales share less.
 

@@ -7,7 +7,7 @@ groups. A layer then has
     M * (alpha C_in / M) * (alpha C_out / M) * s^2 / gamma
 
 weights. Three steps: narrow the network to `alpha / M` of its width, replicate it M times, run all replicas
-in parallel.
+together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def packed(
     `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
     Widths that do not divide are rounded up. Attention keeps its head size, and is rounded to whole heads. Hugging Face
     models are narrowed through their configurations, so that a member can be saved and loaded as one. `gamma` is not
-    applied to the first and last layers, nor to layers whose groups would have fewer than `min_channels` inputs, and
+    applied to the first and last layers, or to layers whose groups would have fewer than `min_channels` inputs, and
     only to layers that `layers` selects. `net.summary()` shows every layer's widths and gamma.
 
     With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled to keep

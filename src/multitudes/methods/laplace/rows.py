@@ -138,7 +138,7 @@ def rows_of(
 
 
 class _Observer:
-    """Run a network on batches, and learn from the first one how predictions follow from the layer's outputs."""
+    """Run a network on batches. The first one determines how predictions follow from the layer's outputs."""
 
     def __init__(self, network: nn.Module, name: str, where: str, reader: Multitude) -> None:
         self.network, self.name, self.where, self.reader = network, name, where, reader

@@ -10,7 +10,7 @@ from torch import Tensor
 
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
 AT_INFINITY = (math.log(2) + 0.5772156649015329) / 2
-"""-E log|eps|: the constant by which eq. (9) falls to 0 as alpha grows."""
+"""-E log|eps|: with this constant, eq. (9) falls to 0 as alpha grows."""
 SMALL = 1e-8
 
 
