@@ -96,7 +96,7 @@ class Noise:
 
 
 class WeightScorer:
-    """Scores weight settings of a copy of a network on data that are read once.
+    """Scorer of weight settings of a copy of a network, on data that are read once.
 
     Without noise, a network that draws gives expectations. With `batch_norm` data, the batch-norm statistics of
     each setting are computed on them; given solutions keep their own.
