@@ -1,7 +1,7 @@
-"""Why it works: trained networks in weight space, in function space and by their feature maps.
+"""Analyses of trained networks: in weight space, in function space, and of their feature maps.
 
 Loss planes and paths, similarity and maps of functions, curvature and sharpness, uncertainty and spectra of feature
-maps, and `explain`, which puts the main ones on one page. Results are dataclasses of tensors on the CPU with `.plot()`.
+maps, and `explain`, which combines the main ones on one page. Results are dataclasses of CPU tensors with `.plot()`.
 This package imports core, surgery, methods, training, metrics, shift and evaluation. A new analysis is a module with
 one result class and one function, exported here.
 """

@@ -1,20 +1,20 @@
-"""The diversity-accuracy plane: how much a solution differs from another, for the accuracy that it has.
+"""The diversity-accuracy plane: how much a solution differs from another, given its accuracy.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D. A
-reference solution f* has the accuracy a*, another, f, the accuracy a; d is the fraction of inputs on which their labels
-differ, and `d / (1 - a)` its normalised diversity. Of C classes, independent labels differ by
+reference solution f* has accuracy a*, and another one f has accuracy a. d is the fraction of inputs on which their
+labels differ, and `d / (1 - a)` is the normalised diversity. With C classes, independent labels differ by
 
     upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)
 
-and labels of f* that flip, each with the same probability, to another class at random by
+and labels of f* that flip to a random other class, each with the same probability, differ by
 
     lower    (C - 1)(a* - a) / (C a* - 1).
 
-Where right labels flip with probability p, and wrong ones with probability p^e,
+If correct labels flip with probability p, and wrong ones with probability p^e,
 
     a(p) = a* (1 - p) + (1 - a*) p^e / (C - 1),    d(p) = a* p + (1 - a*) p^e.
 
-`e = 1` is the lower limit. In print, equations (3) and (4) of the appendix have their left sides exchanged.
+`e = 1` is the lower limit. The paper swaps the left sides of equations (3) and (4) of the appendix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from multitudes.metrics.inputs import read_rows
 
 
 def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
-    """The disagreement of labels that are independent of the reference's, in the shape of `accuracy` (appendix D.1).
+    """Return the disagreement of labels independent of the reference's, in the shape of `accuracy` (appendix D.1).
 
     >>> upper_limit(torch.tensor([0.5, 1.0]), reference=0.5, classes=2)
     tensor([0.5000, 0.5000])
@@ -46,9 +46,9 @@ def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
 
 
 def lower_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
-    """The disagreement of the reference's own labels, perturbed, in the shape of `accuracy` (appendix D.2).
+    """Return the disagreement of the reference's own perturbed labels, in the shape of `accuracy` (appendix D.2).
 
-    Such labels are less accurate than the reference; above its accuracy there is no limit, and it is 0.
+    Such labels are less accurate than the reference. Above its accuracy there is no limit, and the result is 0.
 
     >>> lower_limit(torch.tensor([0.4, 0.8, 0.9]), reference=0.8, classes=5)
     tensor([0.5333, 0.0000, 0.0000])
@@ -58,7 +58,7 @@ def lower_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
 
 
 def family(flips: Tensor, exponent: float, reference: float, classes: int) -> tuple[Tensor, Tensor]:
-    """Accuracy and disagreement where right labels flip with probability `flips`, wrong ones with `flips**exponent`.
+    """Return accuracy and disagreement if correct labels flip with probability `flips`, wrong with `flips**exponent`.
 
     Both have the shape of `flips` (appendix D.3).
 
@@ -72,7 +72,7 @@ def family(flips: Tensor, exponent: float, reference: float, classes: int) -> tu
 
 
 def normalised(disagreement: Tensor, accuracy: Tensor) -> Tensor:
-    """`d / (1 - a)`, by the accuracy of the solution, not of the reference; 0 for equal labels, whatever a.
+    """Return `d / (1 - a)`, for the accuracy of the solution, not of the reference; 0 for equal labels at any a.
 
     >>> normalised(torch.tensor([0.0, 0.1, 0.1]), torch.tensor([1.0, 0.8, 1.0]))
     tensor([0.0000, 0.5000,    inf])
@@ -81,7 +81,7 @@ def normalised(disagreement: Tensor, accuracy: Tensor) -> Tensor:
 
 
 def _accuracy_and_disagreement(right: Tensor, wrong: Tensor, reference: float, classes: int) -> tuple[Tensor, Tensor]:
-    """From the probabilities that right and wrong labels flip."""
+    """Return accuracy and disagreement for given flip probabilities of right and wrong labels."""
     accuracy = reference * (1 - right) + (1 - reference) * wrong / (classes - 1)
     return accuracy, reference * right + (1 - reference) * wrong
 
@@ -98,9 +98,9 @@ def _check_plane(reference: float, classes: int, above_chance: bool = False) -> 
 
 
 def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, classes: int) -> float:
-    """The exponent e, from 0.01 to 100, whose curve is nearest to solutions `[S]` in least squares (Fig. S6).
+    """Fit the exponent e, from 0.01 to 100, whose curve is nearest to solutions `[S]` in least squares (Fig. S6).
 
-    Distances are those in the plane, since accuracy and disagreement are both measured.
+    Distances are in the plane, since both accuracy and disagreement are measured.
 
     >>> a, d = family(torch.linspace(0.01, 0.5, 20), exponent=0.22, reference=0.7, classes=10)
     >>> round(fit_exponent(a, d, reference=0.7, classes=10), 3)
@@ -122,9 +122,9 @@ def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, class
 
 
 def _distance(points: Tensor, exponent: float, reference: float, classes: int) -> float:
-    """The sum of squared distances of points `[S, 2]` to the curve of an exponent."""
+    """Return the sum of squared distances from points `[S, 2]` to the curve of an exponent."""
     steps = torch.linspace(0, 1, 513, dtype=torch.float64, device=points.device)
-    # The larger of both probabilities goes evenly from 0 to 1, so that no stretch of the curve is long.
+    # Space the larger probability evenly from 0 to 1, so that no segment of the curve is long.
     right, wrong = (steps ** (1 / exponent), steps) if exponent < 1 else (steps, steps**exponent)
     curve = torch.stack(_accuracy_and_disagreement(right, wrong, reference, classes), 1)
     start, step = curve[:-1], curve.diff(dim=0)
@@ -138,16 +138,16 @@ def _distance(points: Tensor, exponent: float, reference: float, classes: int) -
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DiversityPlane(Labelled):
-    """S solutions by accuracy and by disagreement with a reference solution; `[S]`, float64, on the CPU."""
+    """S solutions by accuracy and disagreement with a reference solution; `[S]`, float64, on the CPU."""
 
     accuracy: Tensor
     disagreement: Tensor
     reference: str
-    """The label of the reference solution."""
+    """Label of the reference solution."""
     reference_accuracy: float
     classes: int
     exponents: Mapping[str, float]
-    """The exponent e that fits the solutions of the reference's run best, by kind."""
+    """Best-fitting exponent e for the solutions of the reference's run, by kind."""
 
     @property
     def diversity(self) -> Tensor:
@@ -155,7 +155,7 @@ class DiversityPlane(Labelled):
         return normalised(self.disagreement, self.accuracy)
 
     def limits(self, points: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-        """Accuracies from chance to the best solution's, and the lower and upper limit of the normalised diversity."""
+        """Return accuracies from chance to the best solution's, and lower and upper limits of normalised diversity."""
         check_count("points", points)
         best = min(float(self.accuracy.max()), 1 - 1e-6)
         accuracy = torch.linspace(1 / self.classes, best, points, dtype=torch.float64)
@@ -163,7 +163,7 @@ class DiversityPlane(Labelled):
         return accuracy, normalised(limits[0], accuracy), normalised(limits[1], accuracy)
 
     def plot(self) -> Any:
-        """Normalised diversity against accuracy, the limits, and the fitted curves (Fig. 6, 7, S6)."""
+        """Plot normalised diversity against accuracy, the limits, and the fitted curves (Fig. 6, 7, S6)."""
         fig = figure("Diversity and accuracy", "accuracy", "disagreement / (1 - accuracy)")
         accuracy, lower, upper = self.limits()
         for name, limit in (("lower limit", lower), ("upper limit", upper)):
@@ -204,13 +204,13 @@ def diversity_plane(
     draws: int = 10,
     seed: int = 0,
 ) -> DiversityPlane:
-    """Accuracy of solutions and their diversity to a reference, with limits and fitted curves (Fig. 6, 7, S6).
+    """Compute accuracy of solutions and their diversity to a reference, with limits and fits (Fig. 6, 7, S6).
 
     Args:
-        solutions: see `read_solutions`; independent runs, and around one of them its checkpoints and subspaces.
+        solutions: see `read_solutions`; independent runs, and for one of them its checkpoints and subspaces.
         data: inputs and classes, `(x, y)` or batches of them.
-        reference: the label of the reference solution; by default the last solution of the first run's first kind,
-            as its last checkpoint.
+        reference: label of the reference solution; by default the last solution of the first run's first kind,
+            for example its last checkpoint.
         model, draws, seed: see `read_solutions`.
 
     >>> nets = {"ref": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)}

@@ -1,4 +1,4 @@
-"""Scores of points, cached in a folder, so that an interrupted call continues where it stopped: `Cache`."""
+"""Cache of points' scores in a folder, so that an interrupted call can continue: `Cache`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from multitudes.core.archives import read_tensors, write_tensors
 from multitudes.core.files import DamagedError
 
 SECONDS = 5.0
-"""How often the file is written, at most."""
+"""Minimum seconds between writes of the file."""
 ENTRY, WHAT = "multitudes.scores", "a cache of scores"
 
 
 class Cache:
-    """Rows of C scores for each of K points of L landscapes, in memory and, where there is a folder, in a file.
+    """Rows of C scores for each of K points of L landscapes, in memory and, given a folder, in a file.
 
-    The file's name is the fingerprint of the call's arguments. It is written atomically inside `with`, every few
-    seconds, and at its end, also after an error or an interrupt.
+    The file name is a fingerprint of the call's arguments. The file is written atomically inside `with`, every few
+    seconds and at the end, also after an error or an interrupt.
 
     >>> with Cache((1, 5, 2)) as cache:
     ...     cache.add(0, torch.tensor([3, 4]), torch.tensor([[0.5, 1.0], [0.7, 0.5]]).double())
@@ -44,12 +44,12 @@ class Cache:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path is not None and self.path.exists():
-            with suppress(DamagedError):  # its points are computed again
+            with suppress(DamagedError):  # a damaged file is computed again
                 held, _ = read_tensors(self.path, ENTRY, WHAT)
                 self.table, self.done = held["table"], held["done"]
 
     def missing(self, landscape: int, at_once: int) -> list[Tensor]:
-        """The points of a landscape that have no scores yet, in parts of at most `at_once`."""
+        """Return the points of a landscape without scores, in parts of at most `at_once`."""
         return [part for part in (~self.done[landscape]).nonzero()[:, 0].split(at_once) if len(part)]
 
     def add(self, landscape: int, points: Tensor, rows: Tensor) -> None:
@@ -60,7 +60,7 @@ class Cache:
             self.write()
 
     def write(self) -> None:
-        """Write the file, where there is one."""
+        """Write the file, if there is a folder."""
         self.written = time.monotonic()
         if self.path is not None:
             write_tensors(self.path, {"table": self.table, "done": self.done}, ENTRY, {}, WHAT)
@@ -73,7 +73,7 @@ class Cache:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hash of tensors, and of anything else by its `repr`.
+    """Return a hash of tensors, and of anything else by its `repr`.
 
     >>> fingerprint(torch.ones(2), "loss") == fingerprint(torch.ones(2), "loss") != fingerprint(torch.zeros(2), "loss")
     True

@@ -1,8 +1,8 @@
-"""Directions in weight space: vectors `[P]`, the weights in the order of `recorder.flat_weights`.
+"""Directions in weight space: vectors `[P]`, in the order of `recorder.flat_weights`.
 
 Li et al., *Visualizing the loss landscape of neural nets*, 2018, scale each filter of a random direction d to the norm
-of the same filter of the weights theta, and leave biases and norms where they are, so that two networks' landscapes
-can be compared:
+of the same filter of the weights theta, and set biases and norms to zero. This makes landscapes of two networks
+comparable:
 
     d_ij  <-  d_ij / |d_ij| * |theta_ij|            filter j of layer i
 """
@@ -24,7 +24,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def random_direction(network: nn.Module, seed: int = 0) -> Tensor:
-    """Standard normal numbers, one for each weight, `[P]`, on the CPU.
+    """Return standard normal numbers, one per weight, `[P]`, on the CPU.
 
     >>> random_direction(nn.Linear(3, 2)).shape
     torch.Size([8])
@@ -34,9 +34,9 @@ def random_direction(network: nn.Module, seed: int = 0) -> Tensor:
 
 
 def filter_normalised(direction: Tensor, network: nn.Module) -> Tensor:
-    """`direction [P]` with the filter norms of the network's weights, and zero for biases and norms.
+    """Scale `direction [P]` to the filter norms of the network's weights, with zero for biases and norms.
 
-    A filter is what makes one output channel: a row of a matrix or kernel, in transposed convolutions a column.
+    A filter produces one output channel: a row of a matrix or kernel, or a column in transposed convolutions.
 
     >>> network = nn.Linear(2, 2)
     >>> _ = network.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
@@ -72,7 +72,7 @@ class Frame:
 
     @classmethod
     def through(cls, points: Sequence[Tensor], names: Sequence[str] = ("a", "b", "c")) -> Frame:
-        """Orthonormal directions by Gram-Schmidt: the first from a to b, the second to c.
+        """Return orthonormal directions by Gram-Schmidt: the first from a to b, the second towards c.
 
         >>> frame = Frame.through([torch.zeros(3), torch.tensor([0.0, 0, 2]), torch.tensor([3.0, 0, 4])])
         >>> frame.project(torch.tensor([3.0, 0, 4])), frame.directions
@@ -92,7 +92,7 @@ class Frame:
 
     @classmethod
     def along(cls, origin: Tensor, directions: Sequence[Tensor]) -> Frame:
-        """Directions as they are: one step goes as far as they are long."""
+        """Use directions unchanged: one unit along an axis is the length of its direction."""
         frame = cls(origin.double(), torch.stack([direction.detach().cpu().double() for direction in directions]))
         unit = frame.directions / frame.directions.norm(dim=1, keepdim=True)
         if frame.axes == 2 and not (unit[1] - (unit[0] @ unit[1]) * unit[0]).norm() > 1e-6:
@@ -101,28 +101,28 @@ class Frame:
 
     @property
     def axes(self) -> int:
-        """How many directions there are."""
+        """Number of directions."""
         return len(self.directions)
 
     def to(self, device: torch.device | str) -> Frame:
-        """The same plane with its vectors on another device, where weights are then computed."""
+        """Return the same frame with its vectors on another device, which then computes weights."""
         return Frame(self.origin.to(device), self.directions.to(device))
 
     def weights(self, coordinates: Tensor) -> Tensor:
-        """The weights at coordinates: `[..., A] -> [..., P]`, in float64."""
+        """Return the weights at coordinates, `[..., A] -> [..., P]`, in float64."""
         weights, coordinates = self.origin, coordinates.to(self.origin.device)
         for axis, direction in enumerate(self.directions):
             weights = weights + coordinates[..., axis, None] * direction
         return weights
 
     def project(self, weights: Tensor) -> Tensor:
-        """The coordinates of the nearest point: `[..., P] -> [..., A]`, in float64."""
+        """Return the coordinates of the nearest point, `[..., P] -> [..., A]`, in float64."""
         gram = self.directions @ self.directions.T
         return (weights.double() - self.origin) @ self.directions.T @ torch.linalg.inv(gram)
 
 
 def check_direction(name: str, direction: Tensor, network: nn.Module) -> None:
-    """A direction is one finite number for each weight, and not all zero."""
+    """Raise unless a direction has one finite number per weight, not all zero."""
     count = _count(network)
     if not isinstance(direction, Tensor) or direction.shape != (count,):
         got = f"shape {list(direction.shape)}" if isinstance(direction, Tensor) else type(direction).__name__

@@ -1,4 +1,4 @@
-"""One call for a handful of trained networks: where they lie, how they differ, and how flat it is around them.
+"""Comparison of a few trained networks in one call: their positions, differences, and the flatness around them.
 
 S. Fort, H. Hu, B. Lakshminarayanan: Deep Ensembles: A Loss Landscape Perspective, 2019; N. Park, S. Kim: Blurs Behave
 Like Ensembles, 2022, for the curvature.
@@ -29,30 +29,30 @@ from multitudes.landscape.targets import with_targets
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """The results of `explain`; each part can be used and plotted alone."""
+    """Results of `explain`; each part can be used and plotted separately."""
 
     solutions: Solutions
     similarity: Similarity
     map: FunctionMap | None
-    """The networks as points, near each other where their predictions are; None for fewer than three."""
+    """Networks as points, close if their predictions are; None for fewer than three."""
     diversity: DiversityPlane | None
-    """Difference of each from the first, against its accuracy; None where numbers are predicted, or the first network
-    is no better than chance."""
+    """Difference of each from the first, against accuracy; None for predicted numbers, or if the first network is no
+    better than chance."""
     plane: Plane
-    """The loss between them: on the plane through three of them, or on the line through two."""
+    """Loss between them: on the plane through three, or on the line through two."""
     spectrum: HessianSpectrum
-    """The largest curvatures around the first one, over mini-batches."""
+    """Largest curvatures around the first network, over mini-batches."""
 
     def __repr__(self) -> str:
         return f"Explanation({self.solutions!r})"
 
     def figures(self) -> dict[str, Any]:
-        """The Plotly figures, by name."""
+        """Return the Plotly figures by name."""
         parts = {name: getattr(self, name) for name in ("similarity", "map", "diversity", "plane", "spectrum")}
         return {name: part.plot() for name, part in parts.items() if part is not None}
 
     def save(self, path: str | os.PathLike[str], title: str = "Why they differ") -> Path:
-        """Write all figures as one HTML page, which needs no network."""
+        """Write all figures to one HTML page that works offline."""
         needed("plotly", "plots", "a page of figures")
         parts = [
             figure.to_html(full_html=False, include_plotlyjs=index == 0, default_height="480px")
@@ -78,17 +78,17 @@ def explain(
     folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Explanation:
-    """Show how trained networks of one architecture differ; nothing that is given is changed.
+    """Compare trained networks of one architecture. No argument is changed.
 
     Args:
-        runs: two networks or more: by name, as a list, or the members of a multitude (see `read_solutions`). They
-            classify, or predict numbers, where they are multitudes of task "regression" or "gaussian".
+        runs: at least two networks: by name, as a list, or the members of a multitude (see `read_solutions`). They
+            classify, or predict numbers if they are multitudes of task "regression" or "gaussian".
         data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
-        model: the network that state dicts are of, where runs are state dicts.
-        points: how many points the loss plane has in each direction.
-        batches: how many mini-batches the curvature is measured on.
-        draws: how many draws to make of networks that draw.
-        seed: of the map, of the draws, and of where the curvature's iterations begin.
+        model: the network for state dicts, if runs are state dicts.
+        points: number of points of the loss plane in each direction.
+        batches: number of mini-batches for the curvature.
+        draws: number of draws from networks that draw.
+        seed: for the map, the draws, and the start of the curvature's iterations.
         folder: a cache of the points of the loss plane; an interrupted call continues from there.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
 
@@ -120,14 +120,14 @@ def explain(
 
 
 def _joined(batches: list[tuple[Any, Any]]) -> Any:
-    """All inputs and all targets, which can be cut into mini-batches anew; batches that are no tensors stay."""
+    """Join all inputs and all targets, to be split into mini-batches later; batches that are not tensors stay."""
     if not all(isinstance(x, Tensor) for x, _ in batches):
         return batches
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
 def _of_task(network: nn.Module, task: str) -> nn.Module:
-    """A network whose loss is that of the task."""
+    """Return a network with the loss of the task."""
     if task_of(task).classes:
         return network
     net = Multitude(network)
@@ -136,7 +136,7 @@ def _of_task(network: nn.Module, task: str) -> nn.Module:
 
 
 def _above_chance(found: Solutions) -> bool:
-    """Whether the first solution classifies better than chance; else the diversity of the others has no limits."""
+    """Return whether the first solution classifies better than chance, which the limits of diversity require."""
     if not found.predictive.reading.classes:
         return False
     first = found.predictive.predictions[0]

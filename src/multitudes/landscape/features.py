@@ -1,9 +1,9 @@
-"""Feature maps by depth: how uncertain their points are, and how they covary with their neighbours.
+"""Feature maps by depth: uncertainty of their points, and covariance with their neighbours.
 
-Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 5: *model uncertainty* is the standard deviation
-of a point of a feature map over several executions of a network that draws; *data uncertainty* that of the points of a
-feature map in one execution. Both are averaged over the channels. Appendix D.1 and Fig. D.1: even where inputs are
-noise, the points of a random network's feature maps covary with their neighbours.
+Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 5. *Model uncertainty* is the standard deviation
+of a point of a feature map over several executions of a network that draws. *Data uncertainty* is the standard
+deviation over the points of a feature map in one execution. Both are averaged over the channels. Appendix D.1 and
+Fig. D.1: even for noise inputs, the points of a random network's feature maps covary with their neighbours.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from multitudes.landscape.figures import COLOURS, SCALE, add_line, figure
 from multitudes.surgery.layers import Selector, select
 
 Maps = dict[str, Tensor]
-"""What layers gave, by name, in the order in which they ran; a layer's second call is `name (2)`."""
+"""Outputs of layers by name, in execution order; a layer's second call is `name (2)`."""
 
 AsMap = Callable[[Tensor], Tensor]
-"""From a layer's output to a feature map `[B, C, ...]`, for layers that put it otherwise."""
+"""Converts a layer's output to a feature map `[B, C, ...]`, for layers with another layout."""
 
 
 # -- one pass, with hooks ----------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ def feature_maps(
 ) -> Iterator[Maps]:
     """Yield the outputs of layers for a batch, `[B, C, ...]` by name, once for each execution of the network.
 
-    Where layers draw there are `draws` executions of each member, by default as many as the multitude makes; else one.
-    `layers` are by default all that call no other. `maps` turns each output into `[B, C, ...]`, as for tokens
-    `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is no tensor is skipped, or
-    an error where its layer was selected.
+    If layers draw, each member is executed `draws` times, by default as often as the multitude draws; otherwise once.
+    `layers` are by default all that call no other layer. `maps` converts each output to `[B, C, ...]`, for tokens for
+    example `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is not a tensor is skipped, or
+    raises if its layer was selected.
 
     >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten())
     >>> [maps] = feature_maps(network, torch.randn(5, 1, 8, 8), layers="[01]")
@@ -67,7 +67,7 @@ def feature_maps(
 
 
 def members_of(network: nn.Module) -> list[nn.Module]:
-    """Each member alone, as a multitude where it draws."""
+    """Return each member alone, as a multitude if it draws."""
     if isinstance(network, Multitude) and (network.members > 1 or network.independent):
         return [network.member(index) for index in range(network.members)]
     if not isinstance(network, Multitude) and stochastic_layers(network):
@@ -76,7 +76,7 @@ def members_of(network: nn.Module) -> list[nn.Module]:
 
 
 def _inner(network: nn.Module) -> nn.Module:
-    """The module that a multitude calls, which may be a layer that draws itself."""
+    """Return the module that a multitude calls, which can be a layer that draws itself."""
     return network.network if isinstance(network, Multitude) else network
 
 
@@ -99,7 +99,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
             raise ValueError(f"layers: {name!r} ({type(layer).__name__}) gives no feature map [B, C, ...]")
 
     if isinstance(network, Multitude):
-        network.settle(x)  # runs that are not to be recorded
+        network.settle(x)  # its runs must not be recorded
     kinds = tuple({type(module) for module in _inner(network).modules()})
     with hooked(_inner(network), kinds, record), evaluating(network), plain_attention():
         if isinstance(network, Multitude):
@@ -130,16 +130,16 @@ def _inside(name: str, outer: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FeatureUncertainty:
-    """Standard deviations of feature maps by layer, in the order in which the layers run."""
+    """Standard deviations of feature maps by layer, in execution order."""
 
     names: tuple[str, ...]
     model: Tensor
-    """Over executions, mean over points, channels and inputs, `[L]`; 0 for a network that does not draw."""
+    """Over executions; mean over points, channels and inputs, `[L]`; 0 for a network that does not draw."""
     data: Tensor
-    """Over the points of a map, mean over channels, inputs and executions, `[L]`; NaN where maps have no points."""
+    """Over the points of a map; mean over channels, inputs and executions, `[L]`; NaN if maps have no points."""
 
     def plot(self) -> Any:
-        """Both, by depth (Fig. 5)."""
+        """Plot both by depth (Fig. 5)."""
         fig = figure("Uncertainty of feature maps", "layer", "standard deviation")
         add_line(fig, self.names, self.model, "model", 0, mode="lines+markers")
         add_line(fig, self.names, self.data, "data", 1, mode="lines+markers")
@@ -155,18 +155,18 @@ def feature_uncertainty(
     seed: int = 0,
     maps: AsMap | None = None,
 ) -> FeatureUncertainty:
-    """Model and data uncertainty of feature maps by depth (Fig. 5).
+    """Compute model and data uncertainty of feature maps by depth (Fig. 5).
 
     Args:
-        network: any network. Executions are its draws, and its members; those of independent members have features
-            of their own, which are not comparable.
-        data: inputs `[N, ...]`, a batch, or an iterable of batches; targets are left alone.
-        layers: which layers, see `select`; by default all that call no other.
-        draws: how many executions there are of each member; by default as many as the multitude makes.
-        seed: makes the draws repeatable.
-        maps: turns a layer's output into `[B, C, ...]`, see `feature_maps`.
+        network: any network. Executions are its draws and its members; independent members have different features,
+            which are not comparable.
+        data: inputs `[N, ...]`, a batch, or an iterable of batches; targets are ignored.
+        layers: which layers, see `select`; by default all that call no other layer.
+        draws: number of executions of each member; by default as many as the multitude makes.
+        seed: makes the draws reproducible.
+        maps: converts a layer's output to `[B, C, ...]`, see `feature_maps`.
 
-    Dropout of rate 1/2 turns a 1 into 0 or 2, a standard deviation of 1, and a blur halves what is independent:
+    Dropout of rate 1/2 turns a 1 into 0 or 2, with standard deviation 1. A blur halves it for independent points:
 
     >>> from multitudes.methods.dropout import Dropout
     >>> from multitudes.methods.smoothing import Blur
@@ -185,7 +185,7 @@ def feature_uncertainty(
 def mean_over_inputs(
     measure: Callable[[Iterator[Maps]], Maps], network: nn.Module, data: Any, draws: int | None, seed: int, **maps: Any
 ) -> Maps:
-    """The mean over inputs, by layer, of what `measure` makes of `feature_maps` of each batch."""
+    """Return the mean over inputs, by layer, of `measure(feature_maps)` on each batch."""
     check_network(network, draws, seed)
     sums: Maps = {}
     count = 0
@@ -198,7 +198,7 @@ def mean_over_inputs(
 
 
 def _deviations(executions: Iterator[Maps]) -> Maps:
-    """The deviation over executions, and the mean over executions of that over points, of each layer's maps, `[2]`."""
+    """Return, for each layer, the deviation over executions and the mean over executions of that over points, `[2]`."""
     means: Maps = {}
     squares: Maps = {}
     points: dict[str, float] = {}
@@ -222,17 +222,17 @@ def _deviations(executions: Iterator[Maps]) -> Maps:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourCovariance:
-    """How the points of a feature map covary with one of them, over inputs."""
+    """Covariance of the points of a feature map with one of them, over inputs."""
 
     layer: str
     centre: tuple[int, ...]
     covariance: Tensor
-    """With the centre of the same channel, `[C, ...]`."""
+    """Covariance with the centre of the same channel, `[C, ...]`."""
     correlation: Tensor
-    """The same, between -1 and 1; 0 where a point never changes."""
+    """Correlation, between -1 and 1; 0 for a point that never changes."""
 
     def plot(self) -> Any:
-        """The size of the correlation, mean over the channels (Fig. D.1)."""
+        """Plot the absolute correlation, mean over the channels (Fig. D.1)."""
         fig = figure(f"Correlation with the centre of {self.layer}", "column", "row")
         size = self.correlation.abs().mean(0)
         image = size[None] if size.dim() == 1 else size.flatten(0, -2)
@@ -253,12 +253,12 @@ def neighbour_covariance(
     seed: int = 0,
     maps: AsMap | None = None,
 ) -> NeighbourCovariance:
-    """The covariance of each point of a layer's feature map with its centre, over inputs (appendix D.1, Fig. D.1).
+    """Compute the covariance of each point of a layer's feature map with its centre, over inputs (Fig. D.1).
 
-    The paper's inputs are noise, as `torch.randn(10_000, 3, 15, 15)`, and its networks are not trained. `layer` is by
-    default the last one that gives a map with points; `centre` is the point in the middle.
+    The paper (appendix D.1) uses noise inputs, such as `torch.randn(10_000, 3, 15, 15)`, and untrained networks.
+    `layer` is by default the last one whose map has points; `centre` is by default the point in the middle.
 
-    Of a convolution by (1, 2) over independent inputs, neighbours share one input (eq. 12): 1 * 2 against 1 + 4.
+    For a convolution by (1, 2) over independent inputs, neighbours share one input (eq. 12): 1 * 2 against 1 + 4.
 
     >>> network = nn.Conv1d(1, 1, 2, bias=False)
     >>> network.weight.data = torch.tensor([[[1.0, 2.0]]])
@@ -288,19 +288,19 @@ def neighbour_covariance(
     mean = first / count
     covariance = products / count - mean * _at(mean, centre)
     variance = squares / count - mean.square()
-    variance = torch.where(variance > 1e-12 * squares / count, variance, 0.0)  # less is rounding
+    variance = torch.where(variance > 1e-12 * squares / count, variance, 0.0)  # smaller values are rounding errors
     size = (variance * _at(variance, centre)).sqrt()
     return NeighbourCovariance(name, centre, covariance, torch.where(size > 0, covariance / size, 0.0))
 
 
 def _at(values: Tensor, centre: tuple[int, ...]) -> Tensor:
-    """The values of `[..., H, W]` at a point, `[..., 1, 1]`."""
+    """Return the values of `[..., H, W]` at a point, `[..., 1, 1]`."""
     index: Any = (..., *(slice(place, place + 1) for place in centre))
     return values[index]
 
 
 def check_network(network: nn.Module, draws: int | None, seed: int) -> None:
-    """An error where an argument of an analysis of feature maps is of the wrong kind."""
+    """Raise unless the common arguments of feature-map analyses are valid."""
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
     check_seed(seed)

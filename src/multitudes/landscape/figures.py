@@ -1,4 +1,4 @@
-"""The style of every figure: one palette, one layout. Plotly is needed where a figure is made, and nowhere else."""
+"""Style of all figures: one palette, one layout. Plotly is imported only when a figure is made."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 from multitudes.core.checks import needed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Colours that colour-blind people tell apart (Okabe & Ito, 2008); lines also differ by `DASHES`."""
+"""Colours that are distinct for colour-blind people (Okabe & Ito, 2008); lines also differ by `DASHES`."""
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
 SCALE = "Viridis"
-"""The colour scale of anything continuous."""
+"""Colour scale for continuous values."""
 
 
 def graph_objects() -> Any:
-    """`plotly.graph_objects`, or an error that names the extra to install."""
+    """Import `plotly.graph_objects`, or raise an error that names the extra to install."""
     return needed("plotly.graph_objects", "plots", "a figure")
 
 
 def figure(title: str, x: str = "", y: str = "") -> Any:
-    """An empty figure in the common style, with the axes' titles."""
+    """Return an empty figure in the common style, with axis titles."""
     return styled(graph_objects().Figure(), title, x, y)
 
 
 def subplots(title: str, *parts: str, x: str = "") -> Any:
-    """An empty figure of parts side by side, each with its title."""
+    """Return an empty figure with side-by-side subplots, each with its title."""
     made = needed("plotly.subplots", "plots", "a figure").make_subplots(cols=len(parts), subplot_titles=parts)
     return styled(made, title, x)
 
 
 def styled(fig: Any, title: str, x: str = "", y: str = "") -> Any:
-    """Give a figure, or one of subplots, the common style; the axes' titles where there are any."""
+    """Apply the common style and axis titles to a figure or subplots."""
     fig.update_layout(
         title=title, template="plotly_white", colorway=COLOURS, margin={"l": 60, "r": 20, "t": 50, "b": 50}
     )
@@ -49,7 +49,7 @@ def styled(fig: Any, title: str, x: str = "", y: str = "") -> Any:
 def add_line(
     fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, dash: int = 0, mode: str | None = None, **options: Any
 ) -> None:
-    """Add a line through the points `x [N]`, `y [N]`; colours and dashes are by number.
+    """Add a line through the points `x [N]`, `y [N]`; `colour` and `dash` are indices.
 
     Without a `mode`, Plotly marks the points of lines that have few.
     """
@@ -58,7 +58,7 @@ def add_line(
 
 
 def add_lines(fig: Any, names: Iterable[str], x: Iterable[float], values: Tensor, column: int | None = None) -> None:
-    """Add a line with markers for each row of `values [K, X]`; in a column of subplots, with one legend for all."""
+    """Add a line with markers for each row of `values [K, X]`; subplot columns share one legend."""
     place = {} if column is None else {"row": 1, "col": column}
     for number, (name, y) in enumerate(zip(names, values, strict=True)):
         options = {"marker": {"symbol": SYMBOLS[number % len(SYMBOLS)]}, "legendgroup": name, **place}
@@ -66,15 +66,15 @@ def add_lines(fig: Any, names: Iterable[str], x: Iterable[float], values: Tensor
 
 
 def add_points(fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, symbol: int = 0, **options: Any) -> None:
-    """Add the points `x [N]`, `y [N]`; colours and symbols are by number."""
+    """Add the points `x [N]`, `y [N]`; `colour` and `symbol` are indices."""
     marker = {"color": COLOURS[colour % len(COLOURS)], "symbol": SYMBOLS[symbol % len(SYMBOLS)], "size": 8}
     fig.add_scatter(x=_listed(x), y=_listed(y), name=name, mode="markers", marker=marker, **options)
 
 
 def coloured(values: Tensor, what: str) -> tuple[Tensor, dict[str, Any]]:
-    """Values as colours show them, and the options of the colour scale.
+    """Return values as plotted in colour, and the options of the colour scale.
 
-    A loss is shown by its logarithm, one that is negative somewhere by that of `1 + loss - lowest`.
+    A loss is plotted as its logarithm, or as that of `1 + loss - lowest` if it has negative values.
     """
     if what != "loss":
         return values, {"colorscale": SCALE, "reversescale": False, "colorbar": {"title": what}}

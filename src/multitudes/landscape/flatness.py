@@ -1,7 +1,7 @@
-"""How sharp the loss is around a network's weights, and how much it fluctuates.
+"""Sharpness of the loss around a network's weights, and its fluctuation.
 
-Park & Kim, "Blurs Behave Like Ensembles" (2022), appendix D.3: what the loss gains within a radius (eq. 14, after Foret
-et al., 2021), what it gains there in the mean (eq. 16), and how the variance of an ensemble's loss falls (eq. 27):
+Park & Kim, "Blurs Behave Like Ensembles" (2022), appendix D.3: maximum increase of the loss within a radius (eq. 14,
+after Foret et al., 2021), mean increase there (eq. 16), and the variance of an ensemble's loss (eq. 27):
 
     sharpness_rho    = max_{|eps| <= rho} L(w + eps) - L(w)
     E[sharpness_rho] = E[max(L(w + eps), L(w)) - L(w) | |eps| <= rho]
@@ -32,7 +32,7 @@ from multitudes.landscape.targets import with_targets
 
 @dataclass(frozen=True, eq=False)
 class Sharpness:
-    """What the loss `L(w)` gains at most within a radius, and how the ascents found it."""
+    """Maximum increase of the loss `L(w)` within a radius, and the ascents that found it."""
 
     value: float
     loss: float
@@ -41,7 +41,7 @@ class Sharpness:
     """`L(w + eps) - L(w)` along the ascents, `[starts, steps]`."""
 
     def plot(self) -> Any:
-        """The ascents."""
+        """Plot the ascents."""
         fig = figure(f"Sharpness at rho = {self.rho:g}", "step", "L(w + ε) − L(w)")
         for number, gains in enumerate(self.gains):
             add_line(fig, range(len(gains)), gains, f"start {number}", number, mode="lines")
@@ -51,11 +51,11 @@ class Sharpness:
 def sharpness(
     network: nn.Module, data: Any, rho: float = 0.05, steps: int = 20, starts: int = 2, *, seed: int = 0, **options: Any
 ) -> Sharpness:
-    """`max_{|eps| <= rho} L(w + eps) - L(w)` (eq. 14), by ascent over the sphere of radius `rho`.
+    """Estimate `max_{|eps| <= rho} L(w + eps) - L(w)` (eq. 14) by ascent on the sphere of radius `rho`.
 
-    Each step goes as far as it may along the gradient, `eps <- rho g / |g|` with g the gradient at `w + eps`: on a
-    convex loss it never descends, and around the minimum of a quadratic one it is power iteration. The first start is
-    the gradient at w, the others are random directions. The result is a lower bound of the maximum, and 0 or more.
+    Each step is `eps <- rho g / |g|`, with g the gradient at `w + eps`. On a convex loss it never descends, and around
+    the minimum of a quadratic loss it is power iteration. The first start is the gradient at w, the others are random
+    directions. The result is a lower bound of the maximum, and at least 0.
 
     `options` are those of `Objective`: `criterion`, `weight_decay`, `augment`, `draws`, ...
 
@@ -75,7 +75,7 @@ def sharpness(
     for start in range(starts):
         direction = objective.gradient(w) if start == 0 else torch.zeros_like(w)
         for step in range(steps):
-            if not bool(direction.norm() > 0):  # where it is flat, every direction is as good
+            if not bool(direction.norm() > 0):  # flat: use a random direction
                 direction = unit_direction(w, mixed(seed, start))
             eps = rho * direction / direction.norm()
             gains[start, step] = objective.value(w + eps) - loss
@@ -85,7 +85,7 @@ def sharpness(
 
 @dataclass(frozen=True, eq=False)
 class ExpectedSharpness:
-    """What the loss `L(w)` gains in the mean, where it gains."""
+    """Mean increase of the loss `L(w)`, with decreases counted as 0."""
 
     value: float
     standard_error: float
@@ -94,7 +94,7 @@ class ExpectedSharpness:
     """`L(w + eps)`, `[samples]`."""
 
     def plot(self) -> Any:
-        """The losses around, and the loss itself."""
+        """Plot a histogram of the losses around w, and L(w)."""
         fig = figure(f"Expected sharpness {self.value:.3g}", "loss", "samples")
         fig.add_histogram(x=self.losses.tolist(), name="L(w + ε)", marker_color=COLOURS[0])
         fig.add_vline(x=self.loss, line_color=COLOURS[1], annotation_text="L(w)")
@@ -104,10 +104,10 @@ class ExpectedSharpness:
 def expected_sharpness(
     network: nn.Module, data: Any, rho: float | None = 0.05, samples: int = 64, *, seed: int = 0, **options: Any
 ) -> ExpectedSharpness:
-    """`E[max(L(w + eps), L(w)) - L(w) | |eps| <= rho]` (eq. 16), with the standard error of the mean.
+    """Estimate `E[max(L(w + eps), L(w)) - L(w) | |eps| <= rho]` (eq. 16), with the standard error of the mean.
 
     `eps` is uniform in the ball of radius `rho`. With `rho=None` the randomness is the network's own, as in the paper:
-    each sample is the loss of a draw (of `draws` averaged ones, 1 by default), and `L(w)` the mean of all (eq. 17).
+    each sample is the loss of the mean of `draws` draws (1 by default), and `L(w)` is the mean of all (eq. 17).
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> data = torch.ones(1, 1), torch.ones(1, 1)
@@ -142,19 +142,19 @@ def expected_sharpness(
 
 @dataclass(frozen=True, eq=False)
 class LossVariance:
-    """The variances `V[L]` `[K]` of the loss of ensembles of N draws, `sizes [K]`, and the law `constant / N`."""
+    """Variances `V[L]` `[K]` of the loss of ensembles of N draws, `sizes [K]`, and the fit `constant / N`."""
 
     sizes: Tensor
     variances: Tensor
     constant: float
-    """Of the fit `V[L] = constant / N`."""
+    """Constant of the fit `V[L] = constant / N`."""
     exponent: float
-    """Of the fit `V[L] ~ N^exponent`, -1 where the law holds."""
+    """Exponent of the fit `V[L] ~ N^exponent`; -1 if the law holds."""
     predicted: float
-    """The constant of eq. (27), `mean(V[p] / mu^2) / |D|`, which supposes that examples are drawn independently."""
+    """Constant of eq. (27), `mean(V[p] / mu^2) / |D|`, which assumes independent draws for each example."""
 
     def plot(self) -> Any:
-        """The variance against N, on logarithmic axes (Fig. D.3a)."""
+        """Plot the variance against N, on logarithmic axes (Fig. D.3a)."""
         fig = figure("Variance of the loss", "draws N", "V[L]")
         add_line(fig, self.sizes, self.variances, "measured", mode="markers+lines")
         add_line(fig, self.sizes, self.constant / self.sizes, f"{self.constant:.2g} / N", 1, 1, "lines")
@@ -164,9 +164,9 @@ class LossVariance:
 def loss_variance(
     net: Multitude, data: Any, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32), draws: int = 512, *, seed: int = 0
 ) -> LossVariance:
-    """The variance of the loss `-mean log p^(N)` of ensembles of N draws (Fig. D.3a, eq. 27), fitted by `c / N`.
+    """Compute the variance of the loss `-mean log p^(N)` of ensembles of N draws, and fit `c / N` (Fig. D.3a, eq. 27).
 
-    `draws` predictions of all of `data` are made once, and cut into as many ensembles of N as there are.
+    All of `data` is predicted with `draws` draws once; these are split into as many ensembles of N as possible.
 
     >>> from multitudes import mc_dropout
     >>> net = mc_dropout(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 3)))
@@ -183,7 +183,7 @@ def loss_variance(
     ensembles = [log_p[: draws // size * size].unflatten(0, (-1, size)) for size in sizes]
     losses = [-(own.logsumexp(1) - math.log(own.shape[1])).mean(1) for own in ensembles]
     variances = torch.stack([loss.var() for loss in losses])
-    # The logarithm of a variance over g ensembles has itself a variance of about 2 / (g - 1).
+    # The logarithm of a variance over g ensembles has a variance of about 2 / (g - 1).
     trust = torch.tensor([len(loss) - 1 for loss in losses]).double()
     log_n, log_v = torch.tensor(sizes).double().log(), variances.log()
     trust = trust / trust.sum()
@@ -197,7 +197,7 @@ def loss_variance(
 
 @torch.no_grad()
 def _log_confidences(net: Multitude, data: Any, draws: int, seed: int) -> Tensor:
-    """The log-probability of each example's class by each draw, in float64 on the CPU, `[draws, examples]`."""
+    """Return the log-probability of each example's class by each draw, in float64 on the CPU, `[draws, examples]`."""
     parts = []
     for number, (x, y) in enumerate(with_targets(data, device_in(net))):
         if y.is_floating_point():

@@ -1,8 +1,8 @@
-"""Feature maps in frequencies: which ones layers pass.
+"""Feature maps in the frequency domain: which frequencies layers pass.
 
 Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
-feature maps, relative to that of frequency 0. Dropout adds high frequencies, smoothing takes them away. Frequencies are
-in units of pi radians for each pixel: 1 is the highest that a row of points can hold.
+feature maps, relative to frequency 0. Dropout adds high frequencies, smoothing removes them. Frequencies are in units
+of pi radians per pixel; 1 is the highest possible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multitudes.landscape.figures import COLOURS, add_line, figure
 from multitudes.surgery.layers import Selector
 
 FLOOR = 1e-6
-"""The least amplitude, so that one of 0 has a logarithm."""
+"""Lower bound of amplitudes, to avoid the logarithm of 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,19 +28,19 @@ class LayerSpectrum:
     """Log amplitudes of one layer's maps, relative to frequency 0: mean over channels, inputs and executions."""
 
     diagonal_frequencies: Tensor
-    """Of waves that go down and across alike, 0 to 1, `[F]`."""
+    """Frequencies of diagonal waves, 0 to 1, `[F]`."""
     diagonal: Tensor
-    """`[F]`, from 0 on."""
+    """Log amplitudes at these, `[F]`; the first is 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureSpectrum:
-    """The spectra of layers by name, in the order in which the layers run."""
+    """Spectra of layers by name, in execution order."""
 
     layers: dict[str, LayerSpectrum]
 
     def plot(self) -> Any:
-        """The log amplitudes along the diagonal, against the frequency (Fig. 6b)."""
+        """Plot the log amplitudes along the diagonal against the frequency (Fig. 6b)."""
         fig = figure("Feature maps in frequencies", "frequency / π", "Δ log amplitude")
         for number, (name, own) in enumerate(self.layers.items()):
             x, y = own.diagonal_frequencies, own.diagonal
@@ -57,12 +57,12 @@ def feature_spectrum(
     seed: int = 0,
     maps: AsMap | None = None,
 ) -> FeatureSpectrum:
-    """Log amplitudes of feature maps `[B, C, H, W]` by frequency, relative to frequency 0 (Fig. 6b).
+    """Compute log amplitudes of feature maps `[B, C, H, W]` by frequency, relative to frequency 0 (Fig. 6b).
 
-    The arguments are those of `feature_uncertainty`. By default the layers are all that call no other and give maps
-    `[B, C, H, W]`; of a network that draws, the mean over executions is taken.
+    The arguments are those of `feature_uncertainty`. The default layers are all that call no other layer and give maps
+    `[B, C, H, W]`. For a network that draws, the result is the mean over executions.
 
-    A wave of two pixels' length, half as strong as the mean, and the blur that takes it away:
+    Example: a wave with a period of two pixels and half the amplitude of the mean, and a blur that removes it:
 
     >>> from multitudes.methods.smoothing import Blur
     >>> board = 2.0 + (torch.arange(8)[:, None] + torch.arange(8)) % 2 * 2 - 1  # 1 and 3
@@ -89,7 +89,7 @@ def feature_spectrum(
 
 
 def _log_amplitudes(maps: Tensor) -> Tensor:
-    """The log amplitude of each frequency, mean over inputs and channels: `[B, C, H, W] -> [H, W]`, in fft's order."""
+    """Return log amplitudes by frequency, mean over inputs and channels: `[B, C, H, W] -> [H, W]`, in FFT order."""
     values = maps.to(torch.promote_types(maps.dtype, torch.float32))
     return torch.fft.fft2(values).abs().clamp(min=FLOOR).log().mean((0, 1))
 

@@ -6,7 +6,7 @@ theta_1 and theta_2, with `f` the label that a network predicts,
     cosine          theta_1 . theta_2 / (|theta_1| |theta_2|)
     disagreement    1/N sum_n [f(x_n; theta_1) != f(x_n; theta_2)]
 
-and a map of functions, t-SNE of the softmax outputs of each solution, or of its means, in one vector (Fig. 2 to 4).
+and a map of functions: t-SNE of each solution's softmax outputs or means, as one vector (Fig. 2 to 4).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ MATRICES = ("cosine", "disagreement", "divergence")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Similarity(Labelled):
-    """How similar S solutions are, pair by pair: three matrices `[S, S]`, float64, on the CPU.
+    """Pairwise similarity of S solutions: three matrices `[S, S]`, float64, on the CPU.
 
-    Where numbers are predicted, disagreement is the root mean square difference of means; divergence, where Gaussians
-    are, the mean of the Kullback-Leibler divergences of both directions, else NaN.
+    For predicted numbers, disagreement is the root mean square difference of means. For Gaussians, divergence is the
+    mean of the Kullback-Leibler divergences of both directions; for other predicted numbers it is NaN.
     """
 
     cosine: Tensor
-    """Cosine of the angle between the weights; NaN between networks of different tensors."""
+    """Cosine of the angle between the weights; NaN between networks with different tensors."""
     disagreement: Tensor
-    """The fraction of inputs on which the labels differ."""
+    """Fraction of inputs on which the labels differ."""
     divergence: Tensor
-    """The Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
+    """Jensen-Shannon divergence of the probabilities, in nats, mean over inputs."""
     differ: str = "disagreement of labels"
-    """The title of the disagreement."""
+    """Title of the disagreement."""
 
     def mean(self, matrix: str = "disagreement", *, same_run: bool, kind: str | None = None) -> float:
-        """The mean of a matrix over pairs of different solutions, both of one run or of two; NaN without such pairs.
+        """Return the mean of a matrix over pairs of different solutions, of the same run or not; NaN without pairs.
 
-        `kind` takes the solutions of one kind alone.
+        `kind` restricts it to solutions of one kind.
         """
         check_choice("matrix", matrix, MATRICES)
         if kind is not None:
@@ -63,7 +63,7 @@ class Similarity(Labelled):
         return float(getattr(self, matrix)[pairs].mean())
 
     def plot(self) -> Any:
-        """The cosines of the weights beside the disagreement of the functions (Fig. 3)."""
+        """Plot the cosines of the weights beside the disagreement of the functions (Fig. 3)."""
         fig, names = subplots("Similarity of solutions", "cosine of weights", self.differ), list(self.labels)
         for column, values in enumerate((self.cosine, self.disagreement), start=1):
             bar = {"x": 0.45 if column == 1 else 1.0, "thickness": 12}
@@ -76,10 +76,10 @@ class Similarity(Labelled):
 def similarity(
     solutions: Any, data: Any = None, *, model: nn.Module | None = None, draws: int = 10, seed: int = 0
 ) -> Similarity:
-    """Weights and predictions of solutions against each other (Fig. 2, 3).
+    """Compare weights and predictions of solutions (Fig. 2, 3).
 
-    `solutions` are checkpoints, networks, members or draws, by run: see `read_solutions`, whose arguments these are.
-    Of networks that were trained from two initialisations, each with two orders of batches, it shows which of the two
+    `solutions` are checkpoints, networks, members or draws, by run: see `read_solutions` for all arguments.
+    For networks trained from two initialisations, each with two orders of batches, it shows which of the two
     makes functions differ (Fig. S4).
 
     >>> left, right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
@@ -96,7 +96,7 @@ def similarity(
 
 
 def _apart(predictive: Predictive) -> tuple[Tensor, Tensor]:
-    """How far numbers lie apart, `[S, S]`: the root mean square difference of means, and the symmetric divergence."""
+    """Return the root mean square difference of means and the symmetric divergence of predicted numbers, `[S, S]`."""
     means, variances = (part.double().flatten(1) for part in predictive.member_means_and_variances)
     if not predictive.reading.tells_noise:
         variances = torch.full_like(means, torch.nan)
@@ -107,7 +107,7 @@ def _apart(predictive: Predictive) -> tuple[Tensor, Tensor]:
 
 
 def _cosines(networks: tuple[nn.Module, ...]) -> Tensor:
-    """`[S, S]`: cosines between networks that have the same tensors, NaN between others."""
+    """Return cosines between networks with the same tensors, NaN between others, `[S, S]`."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, network in enumerate(networks):
         state = network.state_dict()
@@ -125,12 +125,12 @@ def _cosines(networks: tuple[nn.Module, ...]) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionMap(Labelled):
-    """Solutions as points of the plane: `points [S, 2]`, near each other where their predictions are."""
+    """Solutions as points in 2D: `points [S, 2]`, close if their predictions are."""
 
     points: Tensor
 
     def plot(self) -> Any:
-        """The map, with a colour for each run and a symbol for each kind (Fig. 2c, 4)."""
+        """Plot the map, with a colour for each run and a symbol for each kind (Fig. 2c, 4)."""
         fig = figure("Solutions in function space (t-SNE of predictions)")
         runs, kinds = list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.kinds))
         for (run, kind), group in self.groups().items():
@@ -149,10 +149,10 @@ def function_map(
     draws: int = 10,
     seed: int = 0,
 ) -> FunctionMap:
-    """t-SNE of the predicted probabilities or means of each solution, all inputs in one vector (Fig. 2c, 4).
+    """Compute t-SNE of the predicted probabilities or means of each solution, as one vector each (Fig. 2c, 4).
 
-    `perplexity` is about how many neighbours each solution has, fewer than there are solutions: 30, or a third of
-    the others where they are few. The other arguments are those of `read_solutions`.
+    `perplexity` is roughly the number of neighbours of each solution, less than the number of solutions. The default is
+    30, or a third of the others if they are few. The other arguments are those of `read_solutions`.
     """
     manifold = needed("sklearn.manifold", "landscape", "a map of functions")
     check_seed(seed)

@@ -1,7 +1,7 @@
-"""Many settings of a network's weights at once: `Fused`.
+"""Many weight settings of a network in one run: `Fused`.
 
-The settings run as `Members` that are filled anew. On a CPU, images are laid out with channels last, and the rows that
-run at a time fit its caches.
+The settings run as `Members` whose tensors are overwritten. On a CPU, images use the channels-last layout, and batches
+are split to fit its caches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from multitudes.core.proof import rows_interact
 from multitudes.training.recorder import State, weights_of
 
 CACHED = 12e6
-"""Bytes that may be held at a time on a CPU: more does not stay in its caches."""
+"""Bytes in use at a time on a CPU; more does not fit in its caches."""
 MOST_SETTINGS = 16
 MOST_WEIGHTS = 2**26
-"""The most weights, of all settings together, in memory at once."""
+"""Maximum number of weights in memory, over all settings."""
 FEWEST_ROWS = 16
 
 
 class Fused:
-    """K copies of a network, to be filled with weights, which answer each of `inputs` together.
+    """K copies of a network that are loaded with weights and run together on each of `inputs`.
 
     >>> fused = Fused(nn.Linear(2, 3), 4, [torch.ones(5, 2)])
     >>> states = [{"weight": torch.full((3, 2), float(k)), "bias": torch.zeros(3)} for k in range(4)]
@@ -48,7 +48,7 @@ class Fused:
             self.inputs = [[x] if rows is None else list(x.split(rows)) for x in inputs]
 
     def answers(self, states: list[State]) -> Iterator[Tensor]:
-        """Yield the answers `[len(states), B, ...]` to each of the inputs; at most K settings."""
+        """Yield the predictions `[len(states), B, ...]` for each of the inputs; at most K settings."""
         for member, state in zip(self.members.network, states, strict=False):
             own = dict(member.named_parameters()) | dict(member.named_buffers())
             for name, value in state.items():
@@ -59,7 +59,7 @@ class Fused:
 
 
 def settings_at_once(model: nn.Module, x: Input) -> int:
-    """Return how many settings to run together: on a CPU so many that 32 inputs of all of them stay in its caches."""
+    """Return how many settings to run together; on a CPU, 32 inputs of all of them fit in its caches."""
     weights = sum(weight.numel() for weight in weights_of(model).values())
     most = MOST_SETTINGS
     if not tensors_in(x)[0].is_cuda:
@@ -69,7 +69,7 @@ def settings_at_once(model: nn.Module, x: Input) -> int:
 
 @torch.no_grad()
 def _takes_channels_last(model: nn.Module, x: Tensor) -> bool:
-    """Return whether a network runs on images with channels last; a `view` in its code may need another layout."""
+    """Return whether a network runs on images in channels-last layout; a `view` in its code may fail."""
     if x.dim() != 4:
         return False
     try:
@@ -82,7 +82,7 @@ def _takes_channels_last(model: nn.Module, x: Tensor) -> bool:
 
 
 def _rows_at_a_time(model: nn.Module, x: Tensor) -> int | None:
-    """Return how many rows fit the caches; None where a prediction depends on the other rows of its batch."""
+    """Return how many rows fit in the caches; None if a prediction depends on the other rows of its batch."""
     if rows_interact(model, lambda x: call(model, x).unsqueeze(0), x[: 2 * FEWEST_ROWS]):
         return None
     return max(FEWEST_ROWS, int(CACHED / _bytes_of_a_row(model, x)))
@@ -90,7 +90,7 @@ def _rows_at_a_time(model: nn.Module, x: Tensor) -> int | None:
 
 @torch.no_grad()
 def _bytes_of_a_row(model: nn.Module, x: Input) -> float:
-    """Return the most memory that one input's feature maps take at a time."""
+    """Return the peak memory of one input's feature maps."""
     few = x[:FEWEST_ROWS] if isinstance(x, Tensor) else x
     with expecting(model), plain_attention(), Meter() as meter:
         call(model, few)

@@ -1,8 +1,8 @@
-"""Ensembles of runs and of solutions around each run as they grow.
+"""Growing ensembles: of runs, and of solutions around each run.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 5.
 Predictions are averaged over the solutions of the first m runs: checkpoints, draws from subspaces around them, averages
-of weights (Fig. 8). The diversity of the solutions that are averaged is
+of weights (Fig. 8). The diversity of these solutions is
 
     JS divergence = H(mean_m p_m) - mean_m H(p_m).
 """
@@ -25,20 +25,20 @@ from multitudes.metrics.scoring import accuracy, brier
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Growth:
-    """Ensembles by size: `[K, M]`, for K kinds of solutions and the first 1, ..., M runs; float64, on the CPU."""
+    """Scores of ensembles by size, `[K, M]`, for K kinds of solutions and the first 1, ..., M runs; float64 CPU."""
 
     kinds: tuple[str, ...]
     runs: tuple[str, ...]
     accuracy: Tensor
     brier: Tensor
     divergence: Tensor
-    """The Jensen-Shannon divergence of all solutions that are averaged, in nats."""
+    """Jensen-Shannon divergence of all averaged solutions, in nats."""
 
     def __repr__(self) -> str:
         return f"Growth(kinds={len(self.kinds)}, runs={len(self.runs)})"
 
     def plot(self) -> Any:
-        """Accuracy against the size of the ensemble, a line for each kind (Fig. 8)."""
+        """Plot accuracy against the size of the ensemble, with a line for each kind (Fig. 8)."""
         fig = figure("Ensembles as they grow", "runs in the ensemble", "accuracy")
         add_lines(fig, self.kinds, range(1, len(self.runs) + 1), self.accuracy)
         return fig
@@ -49,7 +49,7 @@ def growth(
 ) -> Growth:
     """Score the mean prediction of the first 1, 2, ..., M runs, for each kind of solutions (Fig. 8).
 
-    The arguments are those of `read_solutions`: runs of the same kinds, and data with classes. As runs pass
+    The arguments are those of `read_solutions`. Runs must have the same kinds, and data must have classes. Runs can be
     `{name: subspaces(recorder) for name, recorder in runs.items()}`. A kind that draws adds `draws` solutions per run.
 
     >>> nets = [nn.Linear(3, 2) for _ in range(4)]

@@ -1,8 +1,8 @@
-"""The largest curvatures of a network's loss, by Hessian-vector products.
+"""Largest curvatures of a network's loss, by Hessian-vector products.
 
-Park & Kim, "Blurs Behave Like Ensembles" (2022), appendix A.3, Algorithm 1: the *Hessian max eigenvalue spectrum*
-gathers the top eigenvalues of the Hessians of mini-batches. The loss is the one that training descends, the negative
-log-likelihood with its weight decay, `L(w) = NLL(w) + weight_decay / 2 |w|^2`, on augmented data.
+Park & Kim, "Blurs Behave Like Ensembles" (2022), appendix A.3, Algorithm 1: the *Hessian max eigenvalue spectrum* is
+the distribution of the top eigenvalues of mini-batch Hessians. The loss is the training loss, the negative
+log-likelihood with weight decay, `L(w) = NLL(w) + weight_decay / 2 |w|^2`, on augmented data.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class HessianSpectrum:
-    """The top eigenvalues of the Hessians of mini-batches."""
+    """Top eigenvalues of the Hessians of mini-batches."""
 
     eigenvalues: Tensor
-    """Of each mini-batch, those of largest magnitude first, `[batches, top]`."""
+    """Eigenvalues of each mini-batch, by decreasing magnitude, `[batches, top]`."""
     residuals: Tensor
-    """`|H v - lambda v|` for each: so near to `lambda` there is an exact eigenvalue, `[batches, top]`."""
+    """`|H v - lambda v|` for each, a bound on its distance to an exact eigenvalue, `[batches, top]`."""
 
     @property
     def largest(self) -> Tensor:
-        """The first eigenvalue of each mini-batch, `[batches]`."""
+        """First eigenvalue of each mini-batch, `[batches]`."""
         return self.eigenvalues[:, 0]
 
     def plot(self) -> Any:
-        """The distribution of the first eigenvalues over mini-batches (Fig. 8), and of all that were computed."""
+        """Plot the distribution over mini-batches of the first eigenvalues (Fig. 8), and of all computed ones."""
         fig = figure("Hessian max eigenvalue spectrum", "eigenvalue", "density")
         shown = {"top 1": self.largest}
         if self.eigenvalues.shape[1] > 1:
             shown["all"] = self.eigenvalues.flatten()
         for (name, values), colour in zip(shown.items(), COLOURS, strict=False):
-            bins = max(10, math.isqrt(len(values)))  # few values are separate bars
+            bins = max(10, math.isqrt(len(values)))  # with few values, separate bars
             options = {"histnorm": "probability density", "nbinsx": bins, "opacity": 0.6, "marker_color": colour}
             fig.add_histogram(x=values.tolist(), name=name, **options)
         return fig.update_layout(barmode="overlay", showlegend=True)
@@ -75,20 +75,20 @@ def hessian_spectrum(
     progress: bool | None = None,
     **options: Any,
 ) -> HessianSpectrum:
-    """The Hessian max eigenvalue spectrum (Algorithm 1): the top eigenvalues of each mini-batch's Hessian.
+    """Compute the Hessian max eigenvalue spectrum (Algorithm 1): top eigenvalues of each mini-batch's Hessian.
 
     Args:
-        network: any network, or a multitude. Where layers draw, `draws=0` (by default) computes with expectations;
-            `draws=1` gives each mini-batch a draw of its own, as in the paper.
-        data: `(x, y)`, which is shuffled by `seed` and cut into mini-batches, or an iterable of batches.
-        top: k, how many eigenvalues of each mini-batch; those of largest magnitude, as power iteration finds them.
-        batches: how many mini-batches to use; None for all.
-        weight_decay: that of training, as PyTorch's optimizers count it.
-        augment: the augmentation of training, from inputs to inputs; drawn once for each mini-batch.
+        network: any network, or a multitude. If layers draw, `draws=0` (default) uses expectations;
+            `draws=1` uses a separate draw for each mini-batch, as in the paper.
+        data: `(x, y)`, which is shuffled by `seed` and split into mini-batches, or an iterable of batches.
+        top: number k of eigenvalues per mini-batch, of largest magnitude, as in power iteration.
+        batches: number of mini-batches to use; None for all.
+        weight_decay: the weight decay of training, in PyTorch's convention.
+        augment: the augmentation of training, a function of inputs; drawn once for each mini-batch.
         method: "lanczos" by SciPy, or "power" iteration with deflation.
-        batch_size: the rows of a mini-batch, where `data` are two tensors.
-        tolerance: "lanczos": the relative error of eigenvalues. "power": stop where the residual is this small against
-            the eigenvalue, or after `max_iterations`.
+        batch_size: rows per mini-batch, if `data` is two tensors.
+        tolerance: "lanczos": the relative error of eigenvalues. "power": stop at this ratio of residual to eigenvalue,
+            or after `max_iterations`.
         options: of `Objective`: `criterion`, `draws`.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])  # mean squares: the Hessian is x^T x = diag(1, 4)
@@ -138,7 +138,7 @@ def _lanczos_top(hessian: Product, start: Tensor, top: int, tolerance: float) ->
     def product(vector: Any) -> Any:
         return hessian(torch.as_tensor(vector).flatten().to(start)).double().cpu().numpy()
 
-    if not hessian(start).any():  # no curvature at all, which Lanczos's method cannot start from
+    if not hessian(start).any():  # no curvature; Lanczos cannot start
         return torch.zeros(top).to(start), torch.zeros(top).to(start)
     operator = sparse.LinearOperator((len(start), len(start)), matvec=product, dtype="float64")
     values, vectors = sparse.eigsh(operator, top, which="LM", v0=start.double().cpu().numpy(), tol=tolerance)
@@ -149,7 +149,7 @@ def _lanczos_top(hessian: Product, start: Tensor, top: int, tolerance: float) ->
 
 
 def _power_top(hessian: Product, start: Tensor, top: int, tolerance: float, most: int) -> tuple[Tensor, Tensor]:
-    """Power iteration; what has been found is taken out of each vector (deflation)."""
+    """Find eigenvalues by power iteration, removing previous eigenvectors from each vector (deflation)."""
     found = start.new_zeros(len(start), 0)
     values, residuals = [], []
 

@@ -1,4 +1,4 @@
-"""The loss of a network as a function of its weights, one vector: `Objective`."""
+"""Loss of a network as a function of its weights, one vector: `Objective`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from multitudes.landscape.targets import count_targets, task_and_criterion, with
 
 @dataclass(eq=False)
 class Objective:
-    """The loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
+    """Loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
 
-    `L(w) = criterion + weight_decay / 2 |w|^2`, with the criterion of a multitude's task, or cross entropy, mean over
-    examples. Batches are read, and their inputs augmented, once, and cached on the CPU. Where layers draw, `draws=0`
-    computes with expectations; otherwise each batch has fixed draws of its own, whose prediction is averaged. Members'
+    `L(w) = criterion + weight_decay / 2 |w|^2`, mean over examples. The default criterion is that of a multitude's
+    task, or cross entropy. Batches are read, and their inputs augmented, once, and cached on the CPU. If layers draw,
+    `draws=0` uses expectations; otherwise each batch has its own fixed draws, whose predictions are averaged. Members'
     losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
 
     >>> network = nn.Linear(1, 1, bias=False)
@@ -62,7 +62,7 @@ class Objective:
         self._check()
         _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
         if self.draws == 0:
-            self.network = plain(self.network)  # the same without a dimension for draws
+            self.network = plain(self.network)  # gives the same without an axis of draws
         self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
         if not self.weights:
             raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
@@ -73,7 +73,7 @@ class Objective:
             self.sizes.append(count_targets(self.criterion, y))
         if not sum(self.sizes):
             raise ValueError("data must hold at least one target, got none")
-        loss = self.value(self.start)  # an input that does not fit is an error here
+        loss = self.value(self.start)  # raises if an input does not fit
         if not bool(loss.isfinite()):
             raise ValueError(f"the loss of network on data must be finite, got {loss.item()}")
 
@@ -94,13 +94,13 @@ class Objective:
         return torch.cat([weight.flatten().to(dtype) for weight in self.weights.values()])
 
     def value(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
-        """`L(w)`, a scalar, on all batches or on those of these numbers."""
+        """Return `L(w)`, a scalar, over all batches or the given ones."""
         with self.ready(), torch.no_grad():
             loss = self.mean(lambda number: self.loss(number, self.split(w)), numbers)
         return loss + 0.5 * self.weight_decay * w.square().sum()
 
     def gradient(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
-        """The gradient of `L` at `w`, `[P]`."""
+        """Return the gradient of `L` at `w`, `[P]`."""
 
         def of(number: int) -> Tensor:
             leaves = {name: part.detach().requires_grad_() for name, part in self.split(w).items()}
@@ -111,7 +111,7 @@ class Objective:
             return self.mean(of, numbers) + self.weight_decay * w
 
     def curvature(self, vector: Tensor, numbers: list[int] | None = None) -> Tensor:
-        """The Hessian of `L` at the network's own weights times a vector, `[P] -> [P]`.
+        """Return the Hessian of `L` at the network's own weights times a vector, `[P] -> [P]`.
 
         >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
         >>> Objective(nn.Linear(1, 1, bias=False), data, F.mse_loss).curvature(torch.ones(1))  # L(w) = 5 w^2
@@ -129,7 +129,7 @@ class Objective:
             return self.mean(of, numbers) + self.weight_decay * vector
 
     def mean(self, of: Callable[[int], Tensor], numbers: list[int] | None = None) -> Tensor:
-        """The mean over examples of what `of(number)` gives for each batch."""
+        """Return the mean over examples of `of(number)` of each batch."""
         chosen = [n for n in (range(len(self.batches)) if numbers is None else numbers) if self.sizes[n]]
         total = sum(self.sizes[number] for number in chosen)
         mean = of(chosen[0]) * (self.sizes[chosen[0]] / total)
@@ -138,7 +138,7 @@ class Objective:
         return mean
 
     def loss(self, number: int, weights: dict[str, Tensor]) -> Tensor:
-        """The criterion on one batch, with these weights in the place of the network's; call it inside `ready`."""
+        """Return the criterion on one batch with these weights swapped in; call it inside `ready`."""
         x, y = moved(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
         network, criterion = self.network, self.criterion or F.cross_entropy
         with input_errors(x):
@@ -151,7 +151,7 @@ class Objective:
             return losses.sum() if network.independent else losses.mean()
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector `[P]` by the weights' names, in their shapes and dtypes."""
+        """Split a vector `[P]` into tensors by name, in the weights' shapes and dtypes."""
         parts = vector.to(self.device).split([weight.numel() for weight in self.weights.values()])
         return {
             name: part.view(weight.shape).to(weight.dtype)
@@ -160,15 +160,15 @@ class Objective:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, the network runs in evaluation mode; afterwards it is as it was."""
+        """Run the network in evaluation mode inside, and restore its mode afterwards."""
         expectations = expecting(self.network) if self.draws == 0 else nullcontext()
-        math = math_attention()  # fused attention has no second derivatives
+        math = math_attention()  # fused attention kernels have no second derivatives
         with evaluating(self.network), expectations, plain_attention(), math:
             yield
 
 
 def flattened(tensors: Iterable[Tensor]) -> Tensor:
-    """Tensors as one vector, `[P]`, without their history."""
+    """Flatten and detach tensors to one vector, `[P]`."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
@@ -179,6 +179,6 @@ def _scalar(loss: Tensor) -> Tensor:
 
 
 def unit_direction(like: Tensor, seed: int) -> Tensor:
-    """A direction drawn uniformly, of length 1, `[P]`; a seed gives the same one on every device."""
+    """Draw a uniform direction of length 1, `[P]`; a seed gives the same one on every device."""
     direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
     return (direction / direction.norm()).to(like.device)

@@ -1,13 +1,13 @@
 """Paths of low loss between two optima: `tunnel`.
 
 Fort and Jastrzebski, *Large scale structure of neural network loss landscapes*, 2019, start on the straight line
-between two optima and minimise the training loss, each point in the hyperplane normal to the line:
+between two optima and minimise the training loss of each point in the hyperplane normal to the line:
 
     w(t) = a + t (b - a) + d_t,    d_t normal to b - a.
 
-Here the loss on the lines that join the points is minimised, each step at a random place of each line, so that no ridge
-is left between two points; `between=False` is the paper's procedure. Fort, Hu and Lakshminarayanan, *Deep ensembles: a
-loss landscape perspective*, 2019, appendix A, follow such a path by loss, accuracy and agreement (Fig. S2).
+Here the loss is minimised on the segments between the points, in each step at a random place of each segment, so no
+ridge remains between two points; `between=False` is the paper's procedure. Fort, Hu and Lakshminarayanan, *Deep
+ensembles: a loss landscape perspective*, 2019, appendix A, plot loss, accuracy and agreement along a path (Fig. S2).
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from multitudes.training.recorder import State, flat_state, unflattened
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Path:
-    """T points from one solution to another, and as many on the straight line between them; on the CPU."""
+    """T points on a path between two solutions, and T points on the straight line between them; on the CPU."""
 
     t: Tensor
-    """How far each point is, from 0 to 1, `[T]`."""
+    """Position of each point, from 0 to 1, `[T]`."""
     weights: Tensor
-    """`[T, P]`; the first and last are the solutions' own."""
+    """Weights `[T, P]`; the first and last are those of the solutions."""
     scores: Scores
-    """`loss [T]`, `accuracy [T]` and `agreement [T, 2]`, with the two ends."""
+    """`loss [T]`, `accuracy [T]` and `agreement [T, 2]` with the two ends."""
     linear: Scores
     """The same for the straight line."""
 
     @property
     def barrier(self) -> float:
-        """How far the loss rises above that of the worse end."""
+        """Maximum loss minus the loss of the worse end."""
         return _barrier(self.scores.loss)
 
     @property
     def linear_barrier(self) -> float:
-        """How far it rises on the straight line."""
+        """The same on the straight line."""
         return _barrier(self.linear.loss)
 
     def __repr__(self) -> str:
         return f"Path(points={len(self.t)}, barrier={self.barrier:.4g}, linear={self.linear_barrier:.4g})"
 
     def state(self, index: int, network: nn.Module) -> State:
-        """The weights of a point by name, for `network.load_state_dict(..., strict=False)`."""
+        """Return the weights of a point by name, for `network.load_state_dict(..., strict=False)`."""
         return unflattened(self.weights[index], network)
 
     def plot(self, what: str = "loss") -> Any:
-        """A Plotly figure of the loss, the accuracy or the agreement along the path, and along the line."""
+        """Plot the loss, accuracy or agreement along the path and along the line, with Plotly."""
         found = {"tunnel": measured(self.scores, what), "linear": measured(self.linear, what)}
         fig = figure(f"{what.capitalize()} between two optima", "t", what)
         for index, (name, values) in enumerate(found.items()):
@@ -89,21 +89,21 @@ def tunnel(
     batch_norm: Any = None,
     progress: bool | None = None,
 ) -> Path:
-    """A low-loss tunnel between two optima: points of the line, moved to lower loss at a right angle to it.
+    """Find a low-loss path between two optima: points of the line, moved orthogonally to it.
 
     Args:
-        network: one network, or a multitude that draws, which is measured by its expectations. It is left as it was.
+        network: one network, or a multitude that draws, which is evaluated by its expectations. It is not changed.
         a, b: the optima, networks or state dicts.
         data: training data, `(x, y)` or an iterable of batches.
-        points: how many points the path joins, its ends included. It is measured at these, and in the middle between
-            each two.
-        steps: how many batches each point learns from, by Adam, the learning rate falling to 0 by a cosine.
-        lr: the learning rate.
-        between: whether the loss on the lines between points is what falls, rather than that of each point alone.
-        seed: of the order of the data, of the places between points, and of what the network draws in training.
+        points: number of points that the path connects, including its ends. It is evaluated at these and in the middle
+            between each two.
+        steps: number of batches that each point is trained on, by Adam with a cosine learning rate schedule.
+        lr: the initial learning rate.
+        between: whether to minimise the loss on the segments between points, instead of at each point.
+        seed: for the order of the data, the places between points, and the network's draws in training.
         criterion: `(prediction, target) -> mean over the batch`, by default that of the network's task, or cross
             entropy.
-        evaluation: data to measure the path on, by default the training data.
+        evaluation: data to evaluate the path on, by default the training data.
         batch_norm: data to recompute batch-norm statistics on, at each point, by default the training data.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
 
@@ -164,7 +164,7 @@ def tunnel(
         bar.clear()
     corners = torch.stack([point(index).detach() for index in range(points)])
     halves = [torch.lerp(corners[at // 2], corners[-(-at // 2)], 0.5) for at in range(2 * points - 1)]
-    weights = torch.stack(halves).cpu()  # the points, and the middles between them
+    weights = torch.stack(halves).cpu()  # the points and the middles between them
     t = torch.linspace(0, 1, len(weights), dtype=torch.float64)
     line = torch.stack([torch.lerp(start.double(), end.double(), float(at)) for at in t]).cpu()
     first, last = scorer.score_solutions(list(ends.values())).table.split(1)
@@ -174,7 +174,7 @@ def tunnel(
 
 
 def _forever(batches: Batches, device: torch.device) -> Iterator[tuple[Input, Tensor]]:
-    """The batches, again and again; a loader may shuffle them anew each time."""
+    """Repeat the batches forever; a loader may shuffle them each time."""
     while True:
         for x, y in batches.on(device):
             if y is None:

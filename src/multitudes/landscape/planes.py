@@ -1,14 +1,14 @@
 """Planes: loss, accuracy and agreement with given solutions on a line or plane through weight space.
 
-Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, cut through the origin and two
-optima (Fig. 5, S1). Garipov et al., *Loss surfaces, mode connectivity, and fast ensembling of DNNs*, 2018, lay a plane
-through three solutions, with coordinates by Gram-Schmidt:
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, use planes through the origin and
+two optima (Fig. 5, S1). Garipov et al., *Loss surfaces, mode connectivity, and fast ensembling of DNNs*, 2018, use
+planes through three solutions, with coordinates by Gram-Schmidt:
 
     u = w_b - w_a,    v = (w_c - w_a) - <w_c - w_a, u> / |u|^2 u,    P(x, y) = w_a + x u/|u| + y v/|v|.
 
-Li et al., *Visualizing the loss landscape of neural nets*, 2018, look around one solution, along two random
-directions. Park and Kim, *Blurs behave like ensembles*, 2022, show such a landscape several times over for a network
-that draws, each time with other random numbers (Fig. C.2).
+Li et al., *Visualizing the loss landscape of neural nets*, 2018, use planes around one solution, along two random
+directions. Park and Kim, *Blurs behave like ensembles*, 2022, show several such landscapes of a network that draws,
+each with other random numbers (Fig. C.2).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from multitudes.training.recorder import Checkpoints, State, Trajectory, flat_st
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plane:
-    """A landscape on a line `[X]` or a plane `[X, Y]`, and the R given solutions; on the CPU.
+    """A landscape on a line `[X]` or a plane `[X, Y]`, with R given solutions; on the CPU.
 
-    With seeds, L landscapes come first in `loss`, `accuracy`, `agreement` and `scores`.
+    With seeds, `loss`, `accuracy`, `agreement` and `scores` have a first axis of L landscapes.
     """
 
     axes: tuple[Tensor, ...]
-    """Where the grid is along each direction, `[X]` or `[X]` and `[Y]`."""
+    """Coordinates of the grid along each direction, `[X]` or `[X]` and `[Y]`."""
     loss: Tensor
     """`[X, Y]`, float64."""
     accuracy: Tensor | None
-    """`[X, Y]`; None where the targets are no classes."""
+    """`[X, Y]`; None if the targets are not classes."""
     agreement: Tensor | None
-    """`[R, X, Y]`: the fraction of inputs that get the label which a solution gives them."""
+    """`[R, X, Y]`: fraction of inputs with the same label as a solution gives."""
     solutions: tuple[str, ...]
     coordinates: Tensor
-    """Where they are, or what on the plane is nearest to them, `[R, 1]` or `[R, 2]`."""
+    """Coordinates of the solutions, projected to the plane, `[R, 1]` or `[R, 2]`."""
     scores: Scores
-    """What they score as they are: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
+    """Scores of the solutions themselves: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
     frame: Frame
     seeds: tuple[int, ...] | None = None
 
@@ -60,17 +60,17 @@ class Plane:
         return f"Plane({shape}, solutions=({names}), loss={self.loss.min():.4g} to {self.loss.max():.4g})"
 
     def project(self, checkpoints: Checkpoints, network: nn.Module) -> Tensor:
-        """Where the checkpoints of a trajectory come nearest to the plane, `[T, 1]` or `[T, 2]`."""
+        """Project the checkpoints of a trajectory to the plane, `[T, 1]` or `[T, 2]`."""
         states = Trajectory.of(checkpoints, network).states
         return self.frame.project(torch.stack([flat_state(state, network) for state in states]))
 
     def plot(
         self, what: str = "loss", *, solution: int = 0, landscape: int = 0, paths: Mapping[str, Tensor] | None = None
     ) -> Any:
-        """A Plotly figure of `what`: `"loss"`, on a plane as its logarithm; `"accuracy"`; or `"agreement"`.
+        """Plot `what` with Plotly: `"loss"`, on a plane as its logarithm; `"accuracy"`; or `"agreement"`.
 
-        Agreement is with one `solution`, by its number; `landscape` is the number of the seed. `paths` are trajectories
-        by name, as `project` gives them.
+        `solution` is the index of the solution for agreement; `landscape` is the index of the seed. `paths` are
+        trajectories by name, as returned by `project`.
         """
         values = self._chosen(what, solution, landscape)
         title = f"{what} with {self.solutions[solution]}" if what == "agreement" else what
@@ -85,7 +85,7 @@ class Plane:
         for index, (name, (at_x, at_y)) in enumerate(zip(self.solutions, self.coordinates.tolist(), strict=True)):
             marker = {"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 12, "color": "white", "line": {"width": 2}}
             fig.add_scatter(x=[at_x], y=[at_y], name=name, mode="markers", marker=marker)
-        return fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})  # on no solution
+        return fig.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"})  # covers no solution
 
     def _line(self, values: Tensor, title: str) -> Any:
         fig = figure(title.capitalize(), "along the line", title)
@@ -95,7 +95,7 @@ class Plane:
         return fig
 
     def _chosen(self, what: str, solution: int, landscape: int) -> Tensor:
-        """`[X]` or `[X, Y]`: one measure of one landscape."""
+        """Select one measure of one landscape, `[X]` or `[X, Y]`."""
         values = measured(self, what)
         landscapes = 1 if self.seeds is None else len(self.seeds)
         for name, index, count in (("solution", solution, len(self.solutions)), ("landscape", landscape, landscapes)):
@@ -125,34 +125,34 @@ def plane(
     progress: bool | None = None,
     at_once: int | None = None,
 ) -> Plane:
-    """Score a network on a plane of weights, in evaluation mode; nothing that is given is changed.
+    """Score a network on a plane of weights, in evaluation mode. No argument is changed.
 
-    The plane is given by one of `through`, `along` and `radial`. Given solutions are scored as they are, to the last
-    bit; the points of the grid several at a time, in the way that is fastest on the first of the data, so that two
+    The plane is given by one of `through`, `along` and `radial`. Given solutions are scored individually, so exactly.
+    Grid points are scored several at a time, in the way that is fastest on the first of the data, so two
     runs may differ by rounding.
 
     Args:
         network: one network, or a multitude that draws.
         data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
         through: three solutions, networks or state dicts; or two, for a line. Coordinates are distances in weight
-            space, from the first one, the first direction towards the second one.
+            space from the first one; the first direction is towards the second one.
         along: one or two directions `[P]` from the network's own weights (see `directions`). Coordinates are
             multiples of them.
         radial: two solutions, for the plane through them and the origin, where all weights are 0.
-        points: how many points the grid has in each direction.
-        margin: how far the grid goes beyond the given points on each side, as a fraction of their extent.
-        span: how far it goes `along` a direction: from -span to span, or from one number to another.
-        solutions: by name, what to measure agreement with; by default what the plane goes through, or the network.
+        points: number of grid points in each direction.
+        margin: how far the grid extends beyond the given points on each side, as a fraction of their extent.
+        span: extent of the grid `along` a direction: from -span to span, or a pair (start, end).
+        solutions: the solutions, by name, to measure agreement with; by default those of the plane, or the network.
         criterion: `(prediction, target) -> mean over the batch`, by default that of the network's task, or cross
             entropy.
-        batch_norm: data on which to recompute the batch-norm statistics at each point of the grid. Without them all
-            points have the network's own, and a plane through networks that differ in theirs is refused.
-        seeds: for a network that draws: one landscape for each seed. Without them it computes with expectations.
-        draws: how many draws each point's prediction is averaged over.
-        noise: `"fixed"`, the same random numbers at all points of a landscape, or `"fresh"`, each point its own.
+        batch_norm: data to recompute the batch-norm statistics on at each grid point. Without it all points use the
+            network's own, and a plane through networks with different statistics is rejected.
+        seeds: for a network that draws: one landscape for each seed. Without seeds it uses expectations.
+        draws: number of draws to average for each point's prediction.
+        noise: `"fixed"` uses the same random numbers at all points of a landscape, `"fresh"` others at each point.
         folder: a cache of the scores, written every few seconds and when interrupted; the same call then continues.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
-        at_once: how many points to measure at a time; fewer need less memory.
+        at_once: number of points to score at a time; fewer need less memory.
 
     >>> a, b, c = (nn.Linear(2, 3) for _ in range(3))
     >>> x, y = torch.randn(8, 2), torch.randint(3, (8,))
@@ -181,7 +181,7 @@ def plane(
     if folder is not None:
         given_to = (frame.origin, frame.directions, grid, list(states.items()), scorer.identity(), seeds, draws, noise)
         cache = Cache(shape, folder, fingerprint(*given_to))
-    # A large network's weights take a CPU longer than measuring them takes a GPU; not every other device has float64.
+    # With a GPU, weights are computed there: on a CPU that takes longer than scoring. Other devices may lack float64.
     near = frame.to(scorer.device) if scorer.device.type == "cuda" else frame
     given_scores = []
     bar = ProgressBar(cache.done.numel(), progress, "points")
@@ -198,7 +198,7 @@ def plane(
     own, on_grid = torch.stack(given_scores), cache.table.unflatten(1, [len(axis) for axis in axes]).movedim(-1, 1)
     if seeds is None:
         own, on_grid = own[0], on_grid[0]
-    at = -1 - len(axes)  # the scores' dimension
+    at = -1 - len(axes)  # the axis of the scores
     return Plane(
         axes,
         on_grid.select(at, 0),
@@ -212,7 +212,7 @@ def plane(
     )
 
 
-# -- where the plane lies ----------------------------------------------------------------------------------
+# -- position of the plane ---------------------------------------------------------------------------------
 
 
 def _laid(
@@ -221,7 +221,7 @@ def _laid(
     along: Sequence[Tensor] | None,
     radial: Sequence[Solution] | None,
 ) -> tuple[Frame, list[Tensor], dict[str, State]]:
-    """The plane, the points that it is laid through, and the solutions among them, by name."""
+    """Return the plane, the points that define it, and the solutions among them by name."""
     chosen = {n: v for n, v in (("through", through), ("along", along), ("radial", radial)) if v is not None}
     if len(chosen) != 1:
         raise ValueError(f"pass one of through, along and radial, got {' and '.join(chosen) or 'none'}")
@@ -246,7 +246,7 @@ def _laid(
 
 
 def _ticks(frame: Frame, points: Sequence[Tensor], count: int, margin: float) -> tuple[Tensor, ...]:
-    """A grid around the points, with margins: for each axis its coordinates."""
+    """Return the coordinates of a grid around the points, with margins, for each axis."""
     at = frame.project(torch.stack([point.double() for point in points]))
     low, high = at.amin(0), at.amax(0)
     extra = margin * (high - low)
@@ -269,7 +269,7 @@ def _steps(span: float | tuple[float, float], count: int, axes: int) -> tuple[Te
 
 
 def _checked_seeds(network: nn.Module, seeds: Sequence[int] | None, draws: int, noise: str) -> Sequence[Noise | None]:
-    """The noise of each landscape; None for expectations."""
+    """Return the noise of each landscape; None for expectations."""
     check_count("draws", draws)
     if noise not in ("fixed", "fresh"):
         raise ValueError(f"noise must be 'fixed' or 'fresh', got {noise!r}")
@@ -285,5 +285,5 @@ def _checked_seeds(network: nn.Module, seeds: Sequence[int] | None, draws: int, 
 
 
 def _at(noise: Noise, point: int, kind: str) -> Noise:
-    """The noise of a point of the grid: the landscape's own, or draws of the same seed that nothing else makes."""
+    """Return the noise of a grid point: the landscape's own, or draws of the same seed that no other point uses."""
     return noise if kind == "fixed" else Noise(noise.seed, noise.draws, noise.draws * (point + 1))

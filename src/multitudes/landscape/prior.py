@@ -1,12 +1,12 @@
-"""The functions that a prior on weights gives: dropout against patching.
+"""Functions drawn from a prior on weights: dropout against patching.
 
 Chang et al., "Ensemble Model Patching" (2019), Fig. 3 and appendix D.1: functions of a network with one hidden layer,
 
     y = B + sum_h W_h sign(b_h + w_h x),   B, b ~ N(0, 20),   W, w ~ N(0, 5),   h = 1 ... 100,
 
-nearly a Gaussian process. Dropout sets each hidden unit's W and w to zero with a probability of 1/2; a unit without
-its w does not depend on x, so that functions are rough and constant in parts. Patching takes W, w, B and b each from
-one of K = 5 independent components, and has the functions of the Gaussian process.
+which are nearly a Gaussian process. Dropout sets each hidden unit's W and w to zero with probability 1/2. A unit
+without its w does not depend on x, so functions are rough and partly constant. Patching takes W, w, B and b each from
+one of K = 5 independent components, which gives the functions of the Gaussian process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FunctionPrior:
     functions: Tensor
 
     def plot(self) -> Any:
-        """The functions (Fig. 3)."""
+        """Plot the functions (Fig. 3)."""
         fig = figure(f"Functions from a {self.kind} prior", "x", "y")
         for number, values in enumerate(self.functions):
             add_line(fig, self.x, values, f"function {number}", number, mode="lines")
@@ -51,15 +51,15 @@ def function_prior(
     bias_variance: float = 20.0,
     seed: int = 0,
 ) -> FunctionPrior:
-    """Independent functions from a prior on the weights of a network with one hidden layer (Fig. 3).
+    """Draw independent functions from a prior on the weights of a network with one hidden layer (Fig. 3).
 
     Args:
         kind: "gaussian", "dropout" or "patching".
-        functions: how many to draw.
-        x: where, `[G]`; by default 401 points from -10 to 10.
-        hidden: how many hidden units there are.
+        functions: number of functions.
+        x: points to evaluate at, `[G]`; by default 401 points from -10 to 10.
+        hidden: number of hidden units.
         rate: "dropout": the probability that a weight is zero.
-        components: "patching": how many components each weight has.
+        components: "patching": the number of components of each weight.
         weight_variance: of W and w.
         bias_variance: of B and b.
         seed: of the functions.
@@ -82,7 +82,7 @@ def function_prior(
     count = components if kind == "patching" else 1
 
     def drawn(variance: float, *shape: int) -> Tensor:
-        """Weights `[F, *shape]`, each function's from one of its components."""
+        """Draw weights `[F, *shape]`, for each function from one of its components."""
         normal = torch.randn(functions, count, *shape, generator=generator) * variance**0.5
         return normal[torch.arange(functions), torch.randint(count, (functions,), generator=generator)]
 

@@ -1,7 +1,7 @@
 """Solutions: networks in weight space and in function space, each with its run and its kind.
 
-Checkpoints of a training, networks trained apart, the members of an ensemble, draws from a subspace around a solution
-(Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4).
+They are checkpoints of a training, independently trained networks, the members of an ensemble, or draws from a subspace
+around a solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4).
 
 solutions = {
     "run 0": {"checkpoints": recorder_0, **subspaces(recorder_0)},
@@ -33,22 +33,22 @@ from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
 from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, fitting
 
 CachedInputs = list[tuple[Any, None]]
-"""Batches of inputs, cached, so that all solutions see the same ones in the same order."""
+"""Cached batches of inputs, so that all solutions get the same ones in the same order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Labelled:
-    """A result about S solutions."""
+    """Base of results about S solutions."""
 
     labels: tuple[str, ...]
-    """A name of its own for each solution."""
+    """Unique name of each solution."""
     runs: tuple[str, ...]
-    """The training that each belongs to."""
+    """Training run of each solution."""
     kinds: tuple[str, ...]
-    """What each is in its run: a checkpoint, a draw from a subspace, ..."""
+    """Kind of each solution in its run: a checkpoint, a draw from a subspace, ..."""
 
     def __len__(self) -> int:
-        """S: how many solutions there are."""
+        """Return S, the number of solutions."""
         return len(self.labels)
 
     def __repr__(self) -> str:
@@ -60,36 +60,36 @@ class Labelled:
         return self.labels, self.runs, self.kinds
 
     def groups(self) -> dict[tuple[str, str], list[int]]:
-        """The positions of the solutions of each run and kind."""
+        """Return the indices of the solutions of each run and kind."""
         found: dict[tuple[str, str], list[int]] = {}
         for index, place in enumerate(zip(self.runs, self.kinds, strict=True)):
             found.setdefault(place, []).append(index)
         return found
 
     def index(self, label: str) -> int:
-        """The position of a solution."""
+        """Return the index of a solution."""
         check_choice("label", label, self.labels)
         return self.labels.index(label)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solutions(Labelled):
-    """S solutions: where each comes from, its network, and its predictions of the same N inputs, on the CPU."""
+    """S solutions with their networks and predictions of the same N inputs, on the CPU."""
 
     predictive: Predictive
-    """Logits `[S, N, C, ...]`, or what networks that predict numbers give."""
+    """Logits `[S, N, C, ...]`, or the outputs of networks that predict numbers."""
     networks: tuple[nn.Module, ...]
-    """The network of each; draws that are not of weights share one."""
+    """Network of each solution; draws that are not of weights share one."""
     target: Tensor | None = None
-    """The true classes or numbers, `[N, ...]`, where the data has them."""
+    """True classes or numbers, `[N, ...]`, if the data has them."""
 
     @property
     def task(self) -> str:
-        """What the predictions are of."""
+        """Task of the predictions."""
         return self.predictive.task
 
     def classes(self) -> Tensor:
-        """The target, or an error where the data has none, or numbers are predicted."""
+        """Return the target, or raise if the data has none or numbers are predicted."""
         if not self.predictive.reading.classes:
             raise ValueError(f"solutions must classify, got predictions of task {self.task}")
         if self.target is None:
@@ -97,7 +97,7 @@ class Solutions(Labelled):
         return self.target
 
     def chosen(self, kind: str, runs: Iterable[str]) -> Predictive:
-        """The predictions of the solutions of a kind in some runs."""
+        """Return the predictions of the solutions of a kind in some runs."""
         places = self.groups()
         rows = [index for run in dict.fromkeys(runs) for index in places.get((run, kind), [])]
         return Predictive(self.predictive.predictions[sorted(rows)], self.task)
@@ -106,16 +106,16 @@ class Solutions(Labelled):
 def read_solutions(
     solutions: Any, data: Any = None, *, model: nn.Module | None = None, draws: int = 10, seed: int = 0
 ) -> Solutions:
-    """Predict `data` by each of `solutions`, in evaluation mode; nothing that is given is changed.
+    """Predict `data` by each of `solutions`, in evaluation mode. No argument is changed.
 
     Args:
-        solutions: runs by name, a list of runs, or one run. A run is whatever holds networks: a network; a state
-            dict; a `Recorder`; a list of networks or of state dicts; a multitude. Of a multitude each member is a
-            solution, and a run of its own where members share no weight; where it draws, each draw is a solution. A
-            run may also be a mapping that names its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
+        solutions: runs by name, a list of runs, or one run. A run is a network; a state dict; a `Recorder`; a list of
+            networks or of state dicts; or a multitude. In a multitude each member is a solution, and its own run if
+            members share no weights; if it draws, each draw is a solution. A run may also be a mapping that names
+            its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
         data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is iterated once.
-        model: the network that state dicts are of; a `Recorder` has its own.
-        draws: how many draws to make of a network that draws.
+        model: the network for state dicts; a `Recorder` has its own.
+        draws: number of draws from a network that draws.
         seed: of the draws.
 
     >>> nets = [nn.Linear(3, 2) for _ in range(2)]
@@ -150,7 +150,7 @@ def read_solutions(
 
 
 def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
-    """The inputs of `data`, batch by batch, read once, and all targets `[N, ...]` on the CPU, or None."""
+    """Return the inputs of `data` by batch, read once, and all targets `[N, ...]` on the CPU, or None."""
     if data is None:
         raise ValueError("data must be inputs, (inputs, classes) or batches of them, got None")
     parts = [split_batch(batch) for batch in Batches(data).batches]
@@ -168,7 +168,7 @@ def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
 def subspaces(
     run: Checkpoints, model: nn.Module | None = None, kinds: Iterable[str] = KINDS, **options: Any
 ) -> dict[str, Any]:
-    """Subspaces around the last checkpoints of a run, by kind (section 4.2); see `multitudes.subspace`.
+    """Build subspaces around the last checkpoints of a run, by kind (section 4.2); see `multitudes.subspace`.
 
     `options` are those of `subspace`, for all kinds or, under a kind's name, for one:
     `subspaces(recorder, data=(x, y), floor=0.65, low_rank={"scale": 0.1})`.
@@ -189,7 +189,7 @@ def subspaces(
 
 
 def trajectory_of(run: Checkpoints, model: nn.Module | None) -> tuple[nn.Module, list[State]]:
-    """The network of a run, and its last checkpoints, the oldest first."""
+    """Return the network of a run, and its last checkpoints, the oldest first."""
     network = run.net if model is None and isinstance(run, Recorder) else model
     if network is None:
         raise ValueError("model must be the network that the state dicts are of, got None")
@@ -197,16 +197,16 @@ def trajectory_of(run: Checkpoints, model: nn.Module | None) -> tuple[nn.Module,
 
 
 def last_checkpoint(run: Checkpoints, model: nn.Module | None = None) -> nn.Module:
-    """A copy of the run's network with the weights of its last checkpoint."""
+    """Return a copy of the run's network with the weights of its last checkpoint."""
     network, states = trajectory_of(run, model)
     return _loaded(network, states[-1])
 
 
-# -- from whatever holds networks to networks ----------------------------------------------------------------
+# -- networks in a source ------------------------------------------------------------------------------------
 
 
 def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solutions") -> Iterator[tuple[str, Any]]:
-    """The networks that `source` holds, each with its kind, one at a time; a multitude as it is."""
+    """Yield the networks in `source` with their kinds, one at a time; a multitude is not split."""
     if isinstance(source, Recorder):
         for state in Trajectory.of(source, source.net).states:
             yield "checkpoint", _loaded(source.net, state)
@@ -227,7 +227,7 @@ def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solut
 
 
 def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, nn.Module, str | None]]:
-    """Run, kind, network and known task of each network or multitude of one member."""
+    """Yield run, kind, network and known task of each single network."""
     named: dict[str, Any]
     if isinstance(solutions, Mapping) and not _is_state(solutions):
         named = {str(name): run for name, run in solutions.items()}
@@ -245,7 +245,7 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
 
 
 def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Each member by itself, what to add to the name of its run, and the task that is known of it."""
+    """Yield each member alone, with a suffix for the name of its run, and its known task."""
     net = network if isinstance(network, Multitude) else Multitude(network)
     if not net.reading.compared:
         kind = "multitude" if net is network else "network"
@@ -262,7 +262,7 @@ def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
 def _answers(
     network: nn.Module, batches: CachedInputs, draws: int, seed: int, task: str | None
 ) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Networks, and the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
+    """Yield networks, with the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
     if isinstance(network, Around):
         samples = Subspace(network).networks(draws, seed)
         for index in range(draws):
@@ -274,7 +274,7 @@ def _answers(
 
 def _loaded(network: nn.Module, state: State) -> nn.Module:
     loaded = copied(network)
-    loaded.load_state_dict(state, strict=False)  # what is no tensor in a state dict stays the model's own
+    loaded.load_state_dict(state, strict=False)  # entries that are not tensors stay the model's
     return loaded
 
 
@@ -283,7 +283,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _labels(runs: Iterable[str], kinds: Iterable[str]) -> tuple[str, ...]:
-    """A name for each solution: its run's where it is the only one there, else with its kind and number."""
+    """Return unique labels: the run's name if it has one solution, else with kind and number."""
     places = list(zip(runs, kinds, strict=True))
     of_run, seen = Counter(run for run, _ in places), Counter[tuple[str, str]]()
     labels = []

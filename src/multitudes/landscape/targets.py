@@ -1,4 +1,4 @@
-"""Data with targets, and the loss that belongs to a network's task."""
+"""Data with targets, and the loss of a network's task."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from multitudes.core.tasks.classes import check_clear
 
 @dataclass(frozen=True, repr=False)
 class TaskLoss:
-    """The loss of predictions by a known criterion of a task, as `net.loss` computes it."""
+    """Loss of predictions by a known criterion of a task, as in `net.loss`."""
 
     criterion: Criterion
     task: Task
     known: bool = True
-    """Whether the task was chosen, or follows from the network; else targets must tell that it classifies."""
+    """True if the task was set or follows from the network; otherwise targets must clearly be classes."""
 
     def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
-        """Predictions `[B, ...]`, targets `[B, ...]` -> their mean loss."""
+        """Return the mean loss of predictions `[B, ...]` for targets `[B, ...]`."""
         if not self.known:
             check_clear(prediction.unsqueeze(0), y)
         return self.task.loss(self.criterion, prediction, y)
@@ -37,7 +37,7 @@ class TaskLoss:
 
 
 def count_targets(criterion: Criterion, y: Tensor) -> int:
-    """How many targets a mean loss is over, those that cross entropy ignores left out."""
+    """Count the targets that a mean loss is over, without those that cross entropy ignores."""
     if not isinstance(criterion, TaskLoss) or criterion.criterion is not F.cross_entropy or y.is_floating_point():
         return y.numel()
     return int((criterion.task.aligned(y) != -100).sum())
@@ -46,11 +46,11 @@ def count_targets(criterion: Criterion, y: Tensor) -> int:
 def task_and_criterion(
     network: nn.Module, criterion: Criterion | None, averages: bool = False
 ) -> tuple[str, Criterion]:
-    """The task, by which draws are averaged, and the loss.
+    """Return the task, which determines how draws are averaged, and the loss.
 
-    A multitude has a task, which a known criterion must not contradict. A plain network has that of its head, or else
-    of the criterion; classification by default. Where several draws are averaged (`averages`), a criterion of the
-    user's own needs a task that was set.
+    A multitude has a task, and a known criterion must match it. A plain network has the task of its head, else of the
+    criterion; the default is classification. If several draws are averaged (`averages`), a custom criterion requires a
+    task to be set.
 
     >>> task_and_criterion(nn.Linear(2, 2), nn.MSELoss())[0], task_and_criterion(nn.Linear(2, 2), None)[0]
     ('regression', 'classification')
@@ -65,13 +65,13 @@ def task_and_criterion(
         return task, criterion
     try:
         found = criterion_for(chosen, criterion, averages)
-    except ValueError as error:  # which tells of an argument that the analyses do not have
+    except ValueError as error:  # its message names an argument that the analyses do not have
         raise ValueError(str(error).replace("pass task=", "set task=").replace("task=", "network.task=")) from error
     return task, TaskLoss(found, task_of(task, net.quantiles, net.next_tokens), chosen is not None)
 
 
 def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:
-    """All batches of `data`, on a device; an error where targets are missing or inputs are not finite."""
+    """Return all batches of `data` on a device; raise if targets are missing or inputs are not finite."""
     if data is None:
         raise ValueError("data must be (inputs, targets) or an iterable of such batches, got None")
     batches: list[tuple[Input, Tensor]] = []
@@ -86,7 +86,7 @@ def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:
 
 
 def shuffled(data: Any, seed: int) -> Any:
-    """Two tensors `(x, y)` in a random order, since batches are cut from them in order; other data as they are."""
+    """Shuffle two tensors `(x, y)`, since batches are split from them in order; return other data unchanged."""
     if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
         return data
     x, y = data

@@ -1,4 +1,4 @@
-"""Loss, accuracy and agreement of one network at many settings of its weights, vectors `[P]`: `WeightScorer`."""
+"""Loss, accuracy and agreement of one network at many weight settings, vectors `[P]`: `WeightScorer`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEASURES = ("loss", "accuracy", "agreement")
 
 
 def single_network(network: nn.Module) -> nn.Module:
-    """The network itself, or that of a multitude that only draws; an error where it is several networks."""
+    """Return the network, or that of a multitude that only draws; raise for several networks."""
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
     alone = plain(network)
@@ -46,7 +46,7 @@ def single_network(network: nn.Module) -> nn.Module:
 
 
 def state_of(given: Solution, network: nn.Module, what: str) -> State:
-    """The tensors of a solution, checked to fit the network."""
+    """Return the tensors of a solution, checked to fit the network."""
     state = given.state_dict() if isinstance(given, nn.Module) else given
     return fitting(state, network, what, "a network or its state dict")
 
@@ -56,29 +56,29 @@ def state_of(given: Solution, network: nn.Module, what: str) -> State:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of K settings, in float64 on the CPU."""
+    """Scores of K settings, in float64 on the CPU."""
 
     table: Tensor
-    """`[K, 1]`, the loss; where the targets are classes `[K, 2 + R]`, with accuracy and agreement with R solutions."""
+    """Loss, `[K, 1]`; for classes `[K, 2 + R]`, with accuracy and agreement with R solutions."""
 
     @property
     def loss(self) -> Tensor:
-        """`[K]`."""
+        """Loss, `[K]`."""
         return self.table[..., 0]
 
     @property
     def accuracy(self) -> Tensor | None:
-        """`[K]`: the fraction of right labels; None where the targets are no classes."""
+        """Fraction of correct labels, `[K]`; None if the targets are not classes."""
         return self.table[..., 1] if self.table.shape[-1] > 1 else None
 
     @property
     def agreement(self) -> Tensor | None:
-        """`[K, R]`: the fraction of labels that equal those of each of R solutions."""
+        """Fraction of labels equal to those of each of R solutions, `[K, R]`; None if the targets are not classes."""
         return self.table[..., 2:] if self.table.shape[-1] > 1 else None
 
 
 def measured(result: Any, what: str) -> Tensor:
-    """One of a result's measures, by name."""
+    """Return one of a result's measures by name."""
     check_choice("what", what, MEASURES)
     values: Tensor | None = getattr(result, what)
     if values is None:
@@ -88,7 +88,7 @@ def measured(result: Any, what: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """The random numbers of a network that draws: those of `draws` draws of a seed, from number `first` on."""
+    """Random numbers for a network that draws: those of `draws` draws of a seed, from number `first` on."""
 
     seed: int
     draws: int = 1
@@ -96,9 +96,9 @@ class Noise:
 
 
 class WeightScorer:
-    """Scores weight settings of a copy of a network on data, which are read once.
+    """Scorer of weight settings of a copy of a network, on data that are read once.
 
-    Without noise, a network that draws gives expectations. With `batch_norm`, more data, the batch-norm statistics of
+    Without noise, a network that draws gives expectations. With `batch_norm` data, the batch-norm statistics of
     each setting are computed on them; given solutions keep their own.
     """
 
@@ -117,7 +117,7 @@ class WeightScorer:
         self.device = next(iter(weights_of(self.model).values())).device
         self.batches = with_targets(data, self.device)
         self.norm_data: Batches | None = None
-        if batch_norm is not None and norms(self.model):  # a loader that shuffles would show each setting others
+        if batch_norm is not None and norms(self.model):  # cached, as a shuffling loader would differ between settings
             self.norm_data = Batches(list(Batches(batch_norm).on(self.device)))
         if at_once is not None:
             check_count("at_once", at_once)
@@ -127,13 +127,13 @@ class WeightScorer:
         self._fused: Fused | None = None
 
     def identity(self) -> list[Any]:
-        """What the scores depend on beside the weights: for a fingerprint."""
+        """Return all that the scores depend on besides the weights, for a fingerprint."""
         criterion = getattr(self.criterion, "__qualname__", repr(self.criterion))
         norm_data = None if self.norm_data is None else list(self.norm_data.batches)
         return [repr(self.model), dict(self.model.named_buffers()), self.task, criterion, self.batches, norm_data]
 
     def take_buffers(self, given: Mapping[str, State]) -> None:
-        """Give the network the buffers of the solutions that weights are taken between; they must be the same."""
+        """Load the buffers of the solutions that weights are interpolated between; these must be equal."""
         own = tuple(norms(self.model)) if self.norm_data is not None else ()
         (first, held), *others = given.items()
         for name, state in others:
@@ -148,7 +148,7 @@ class WeightScorer:
 
     @torch.no_grad()
     def score_solutions(self, states: Sequence[State], noise: Noise | None = None) -> Scores:
-        """The scores of solutions as they are; from now on, agreement is with these."""
+        """Score solutions individually. Agreement is measured with these from now on."""
         self.references = []
         here = [moved(state, self.device) for state in states]
         answers = [[self._answer(state, x, noise) for x, _ in self.batches] for state in here]
@@ -159,7 +159,7 @@ class WeightScorer:
 
     @torch.no_grad()
     def score(self, weights: Tensor, noises: Sequence[Noise] | None = None) -> Tensor:
-        """The table of settings `[K, P]`, at most `at_once` of them; with noise, a network that draws draws."""
+        """Return the table of settings `[K, P]`, at most `at_once` of them; with noise, layers draw."""
         states = [unflattened(vector.to(self.device), self.model) for vector in weights]
         states = [state | self.statistics(state) for state in states]
         if noises is not None:
@@ -170,15 +170,15 @@ class WeightScorer:
         return self._scores(self._fused.answers(states))
 
     def score_all(self, weights: Tensor) -> Scores:
-        """The scores of any number of settings `[K, P]`."""
+        """Score any number of settings `[K, P]`."""
         return Scores(torch.cat([self.score(chunk) for chunk in weights.split(self.at_once)]))
 
     def statistics(self, state: State) -> State:
-        """The batch-norm statistics that go with weights, where they are recomputed."""
+        """Return the batch-norm statistics for these weights, if they are to be recomputed."""
         return {} if self.norm_data is None else statistics(self.model, state, self.norm_data)
 
     def _answer(self, state: State, x: Input, noise: Noise | None) -> Tensor:
-        """One setting, by a plain call: `[B, ...]`."""
+        """Predict with one setting by a plain call, `[B, ...]`."""
         with input_errors(x), plain_attention():
             if noise is None:
                 with expecting(self.model):
@@ -192,14 +192,14 @@ class WeightScorer:
             return self.reading.averaged(torch.stack(answers))
 
     def _scores(self, answers: Iterable[Tensor]) -> Tensor:
-        """The table of scores of K settings, from their answers `[K, B, ...]` to each batch."""
+        """Return the table of scores of K settings, from their predictions `[K, B, ...]` for each batch."""
         loss: Any = 0.0
         right: Any = 0
         agree: Any = 0
         weight = counted = total = 0
         for index, ((_, y), answer) in enumerate(zip(self.batches, answers, strict=True)):
             number = count_targets(self.criterion, y) if self.classes or self.reading.classes else len(y)
-            if number:  # the mean over nothing is not a number
+            if number:  # avoid NaN of an empty mean
                 loss = loss + torch.stack([self.criterion(one, y) for one in answer]).double().cpu() * number
             weight += number
             if self.classes:
@@ -214,7 +214,7 @@ class WeightScorer:
         return torch.cat(columns, 1)
 
     def _check_targets(self, cross_entropy: bool) -> bool:
-        """Whether the targets are classes of the predictions; an error where the loss cannot be computed."""
+        """Return whether the targets are classes of the predictions; raise if the loss cannot be computed."""
         x, y = self.batches[0]
         with torch.no_grad():
             answer = self._answer({}, x, None)

@@ -1,5 +1,5 @@
-"""One file for each paper, or a folder where there is more: its layers, its conversion, its objective, its row.
+"""Methods: one file per paper, or a folder for larger ones, with layers, conversion, objective and `ROWS`.
 
-Imports `core`, `surgery` and `training`, and no method imports another. A new method is a new file here; the `ROWS`
-at its end (see `registry`) are what studies and the command line know of it.
+Imports `core`, `surgery` and `training`; no method imports another. Studies and the command line read the `ROWS` at the
+end of each file (see `registry`).
 """

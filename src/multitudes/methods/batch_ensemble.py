@@ -1,12 +1,12 @@
 """BatchEnsemble: one shared weight, and rank-one factors for each member.
 
 Wen, Tran and Ba, *BatchEnsemble: an alternative approach to efficient ensemble and lifelong learning*, 2020.
-Member i's weight is `W_i = W * (s_i r_i^T)`, so that its layer is
+Member i has the weight `W_i = W * (s_i r_i^T)`, so its layer computes
 
-    y = W (x * r_i) * s_i + b_i,
+    y = W (x * r_i) * s_i + b_i.
 
-and all members run as one batch. On a CPU, where a weight is smaller than a member's input, as in most convolutions, it
-is the weight that is scaled, and no scaled copy of the input has to be remembered for the gradient.
+In training and on a GPU all members run in one tiled batch; a CPU often runs them one by one in evaluation. If a weight
+is smaller than a member's input (most convolutions), a CPU scales the weight, so autograd stores no scaled input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from multitudes.surgery.start import Start
 class RankOne(AffineMemberLayer):
     """A layer shared by all members, with factors on the inputs (`r [M, I]`) and outputs (`s [M, O]`) of each map.
 
-    With inputs' factors alone, members share the biases too.
+    With `sides="inputs"` there is no `s`, and members share the biases.
     """
 
     def __init__(self, layer: nn.Module, members: int, sides: str = "both") -> None:
@@ -76,9 +76,9 @@ class RankOne(AffineMemberLayer):
 
 @dataclass(frozen=True)
 class Factors:
-    """The distribution of factors: N(`center`, `spread`), or random signs, of all layers or of the first one's inputs.
+    """Distribution of the factors: N(`center`, `spread`) or random signs, for all layers or the first one's inputs.
 
-    `chunks` are the widths of parts of the first layer's inputs, each with one number for all of it.
+    `chunks` are widths of parts of the first layer's inputs. Each part has one number.
     """
 
     kind: str
@@ -99,7 +99,7 @@ class Factors:
             )
 
     def draw(self, layers: Sequence[RankOne], first_kept: bool) -> None:
-        """Draw the factors of layers in their order; where the first member is kept, its factors stay one."""
+        """Draw the factors of the layers in order. With `first_kept`, the first member's factors stay one."""
         for number, layer in enumerate(layers):
             for place, factor in enumerate(layer.factors()):
                 if self.random == "first" and (number or place):
@@ -138,21 +138,19 @@ def batch_ensemble(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """A BatchEnsemble: convolutions and linear layers get rank-one factors and a bias for each member.
+    """Convert a network to a BatchEnsemble: its convolutions and linear layers get factors and a bias per member.
 
-    The factors are drawn from N(`center`, `spread`) (`factors="normal"`) or are random signs (`"sign"`). From a
-    pretrained network, member 0 starts as that network, exactly, and the others close to it: `spread` is 0.5
-    for fresh networks and 0.1 for pretrained ones unless it is given. `layers` selects the layers. `model`, `init` and
-    `heads` are as in `deep_ensemble`, for the weights that all members share: frozen ones stay, with factors around
-    them.
+    The factors are drawn from N(`center`, `spread`) (`factors="normal"`) or are random signs (`"sign"`). With a
+    pretrained network, member 0 starts exactly as that network and the others start close to it. `spread` defaults to
+    0.5 for fresh networks and 0.1 for pretrained ones. `layers` selects the layers. `model`, `init` and `heads` work as
+    in `deep_ensemble`, on the shared weights: frozen weights stay frozen, with factors around them.
 
-    With `random="first"` only the factors of the first layer's inputs are drawn, and all others are one in the
-    beginning, as Gorishniy et al. do it in *TabM* (2025); `chunks` are the widths of parts of these inputs, such as
-    embeddings, each of which has one number for all of it. `sides="inputs"` leaves out the factors of outputs and the
-    members' biases. The layers that `own` selects are each member's own, with all their weights: `own=["fc"]` gives
-    each member an output layer. With `rows="own"` each member trains on its own part of the batch: `net.loss` is the
-    mean over members of each one's loss on its part, for little more than the time of one network. Parts are equally
-    large; where the batch cannot be divided evenly, some rows belong to two members.
+    With `random="first"` only the factors on the first layer's inputs are drawn, and all others start at one (Gorishniy
+    et al., *TabM*, 2025). `chunks` are widths of parts of these inputs, such as embeddings; each part has one number.
+    `sides="inputs"` leaves out the output factors and the members' biases. `own` selects layers that each member has
+    for itself, with all weights: `own=["fc"]` gives each member an output layer. With `rows="own"` each member trains
+    on its own part of the batch: `net.loss` is the mean over members of the loss on their parts, in little more than
+    the time of one network. Parts have equal size; if the batch does not divide evenly, some rows go to two members.
 
     >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
     >>> net(torch.ones(5, 3)).shape

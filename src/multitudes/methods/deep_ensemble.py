@@ -1,7 +1,7 @@
-"""Deep ensembles: independently initialised networks, trained side by side.
+"""Deep ensembles: independently initialised networks, trained together.
 
 Lakshminarayanan, Pritzel and Blundell, *Simple and scalable predictive uncertainty estimation using deep
-ensembles*, 2017. The predictive distribution is the members' mean,
+ensembles*, 2017. The predictive distribution is the mean over members,
 
     p(y | x) = 1/M sum_m p(y | x, theta_m).
 """
@@ -31,16 +31,18 @@ def deep_ensemble(
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
-    """An ensemble of `members` networks like `model`, which is left as it was.
+    """Return an ensemble of `members` networks like `model`, which is not changed.
 
-    `model` may be a function that builds a network: then each member is built by it. Members of a given network are
-    drawn anew by its layers' own rules (`init="fresh"`, the default), or keep its weights but for the output layers,
-    which are drawn anew for each (`"heads"`, the way to fine-tune a pretrained network; `heads` selects other layers
-    than those that are found), or keep all of them (`"pretrained"`). Then `perturb` must move them, by normal noise of
-    so many times each parameter's own standard deviation, for members that start as one network and learn from the same
-    batches stay one, unless it has layers that draw (see `Stochastic`); torch's dropout in training is not enough.
-    Frozen parameters keep their values. The same `seed` gives the same members; without one, torch's random state is
-    used.
+    If `model` is a function that builds a network, it is called for each member. For a given network, `init` decides:
+
+    - `"fresh"` (default): reset every layer by its own rule;
+    - `"heads"`: keep the weights, reset the output layers (or those that `heads` selects), to fine-tune a pretrained
+      network;
+    - `"pretrained"`: keep all weights. Then `perturb` must be positive: members that start equal and train on the same
+      batches stay equal, unless the network has layers that draw (see `Stochastic`). Torch's dropout is not enough.
+
+    `perturb` adds normal noise of `perturb` times each parameter's own standard deviation. Frozen parameters keep their
+    values. The same `seed` gives the same members; without a seed, torch's global generator is used.
 
     >>> net = deep_ensemble(nn.Linear(3, 2), members=4, seed=0)
     >>> net(torch.ones(5, 3)).shape

@@ -1,7 +1,7 @@
-"""Dropout that stays on: MC dropout, and DropConnect.
+"""Dropout at prediction time: MC dropout and DropConnect.
 
-Gal and Ghahramani, *Dropout as a Bayesian approximation*, 2016: a network trained with dropout, drawn T times with
-its dropout on, approximates the predictive distribution
+Gal and Ghahramani, *Dropout as a Bayesian approximation*, 2016: T forward passes with dropout on, through a network
+trained with dropout, approximate the predictive distribution
 
     p(y | x) = 1/T sum_t p(y | x, W * z_t),   z_t ~ Bernoulli(1 - p) / (1 - p).
 
@@ -47,7 +47,7 @@ from multitudes.surgery.observe import cheap_example, example_for, tell_reach
 
 
 class Dropout(Stochastic):
-    """Zeroes activations with probability `p`, each on its own or whole channels, and scales up the rest."""
+    """Zero activations with probability `p`, single ones or whole channels, and scale up the rest."""
 
     def __init__(self, p: float, channels: bool = False) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Dropout(Stochastic):
 
 
 class DropConnect(Stochastic):
-    """A layer whose weights are zeroed with probability `p`, anew for each draw."""
+    """A layer whose weights are zeroed with probability `p`, anew in each draw."""
 
     noise = "weights"
     weight: Tensor
@@ -75,7 +75,7 @@ class DropConnect(Stochastic):
 
     @staticmethod
     def of(layer: nn.Module, p: float) -> DropConnect:
-        """A layer with dropped weights: where it is torch's own, with the same settings and weights, by their names."""
+        """Convert a layer. Torch's own layers keep their settings, weights and parameter names; others are wrapped."""
         kind = CONNECTED.get(type(layer))
         if kind is None or is_computed(layer):
             return DropConnectWrapped(copied(layer), p)
@@ -85,7 +85,7 @@ class DropConnect(Stochastic):
         return connected
 
     def connected(self, weight: Tensor) -> Tensor:
-        """The weights of this draw: each 0 with probability p, else divided by 1 - p."""
+        """Return this draw's weights: each is 0 with probability p, else divided by 1 - p."""
         if self.expects or self.p == 0:
             return weight
         kept = self.uniform(weight.shape, like=weight) >= self.p
@@ -115,7 +115,7 @@ class DropConnectConv3d(DropConnect, nn.Conv3d):
 
 
 class DropConnectWrapped(DropConnect):
-    """Any other layer of affine maps (attention, recurrence, a class of the user's own) whose weights are dropped."""
+    """Wrapper for all other layers of affine maps (attention, recurrent, user classes) that drops their weights."""
 
     wraps = "layer"
 
@@ -134,7 +134,7 @@ class DropConnectWrapped(DropConnect):
         return run_with(self.layer, AffineMap(*self.maps[0]), args[0], weight, bias, *args[1:], **kwargs)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The weights of this draw, by name."""
+        """Return this draw's weights by name."""
         if not self.several:
             return {"weight": self.connected(weight_of(self.layer))}
         return {name: self.connected(self.layer.get_parameter(name)) for name, *_ in self.maps}
@@ -150,7 +150,7 @@ class DropConnectWrapped(DropConnect):
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """What networks ask a layer for (`stride`, `batch_first`), its weights before any is dropped among them."""
+        """Forward attributes of the layer that networks read (`stride`, `batch_first`, weights before dropping)."""
         own = name in ("layer", "reset_parameters") or name.startswith("__")  # as `__deepcopy__` of parametrised layers
         if own or "layer" not in self.__dict__.get("_modules", {}):
             return super().__getattr__(name)
@@ -171,7 +171,7 @@ DROPOUTS: dict[type[nn.Module], bool] = {
     **dict.fromkeys((nn.Dropout, QuickDropout), False),
     **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), True),
 }
-"""Torch's dropout layers, and ours, and whether they drop whole channels."""
+"""Dropout layers of torch and of this package -> whether they drop whole channels."""
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish,
@@ -195,15 +195,15 @@ def mc_dropout(
     example: Input | None = None,
     task: str | None = None,
 ) -> Multitude:
-    """A copy of `model` whose dropout stays on in evaluation, with rate `p` or, without one, each layer's own.
+    """Return a copy of `model` whose dropout stays on in evaluation, with rate `p` or each layer's own rate.
 
-    By default all of the model's dropout stays on: its dropout layers, and what the code of its modules draws in
-    training alone (`F.dropout`, attention's `dropout_p`, masks from `torch.rand`), which one run in training mode
-    shows, on `example` or on the first input. Or those layers do that `layers` selects. Where it selects others, new
-    dropout of rate `p` is inserted before each of them, or after each where they are activations, and the dropout that
-    is there stays on as well. Three words select usual places: `"block"`, before the last convolution of each residual
+    By default all dropout stays on: dropout layers, and what modules draw in their code only in training (`F.dropout`,
+    attention's `dropout_p`, masks from `torch.rand`). One run in training mode and one in evaluation mode find the
+    latter, on `example` or else on the first input. If `layers` selects dropout layers, only these stay on. If it
+    selects other layers, new dropout of rate `p` is inserted before each (after each, for activations), and existing
+    dropout stays on too. Three words select usual places: `"block"`, before the last convolution of each residual
     block; `"activation"`, after every activation; `"norm"`, before every normalisation. `example` is one batch of
-    inputs; where it is left out, the usual sizes are tried.
+    inputs; without it, usual sizes are tried.
 
     >>> import torch
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
@@ -240,7 +240,7 @@ def mc_dropout(
 
 
 def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | None) -> None:
-    """An error where nothing would be drawn, which names what could be done."""
+    """Raise if the network would draw nothing, with the remedies."""
     layers = stochastic_layers(net.network)
     if layers and (p is not None or any(not isinstance(layer, Dropout) or layer.p for layer in layers)):
         return
@@ -254,7 +254,7 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
 
 
 def _chosen(network: nn.Module, layers: Selector, example: Input | None) -> dict[str, Any]:
-    """The dropout layers that stay on, or the layers before or after which dropout is inserted."""
+    """Return the dropout layers that stay on, or the layers before or after which dropout is inserted."""
     if layers == "block":
         found = _last_convolutions(network, example_for(network, example))
         if not found:
@@ -267,7 +267,7 @@ def _chosen(network: nn.Module, layers: Selector, example: Input | None) -> dict
 
 
 def _any_example(network: nn.Module, example: Input | None) -> Input | None:
-    """An example helps to keep the names of layers in Sequentials; it is not needed."""
+    """Return an example if one is found; it only helps to keep the names of layers in Sequentials."""
     try:
         return example_for(network, example)
     except ValueError:
@@ -275,10 +275,10 @@ def _any_example(network: nn.Module, example: Input | None) -> Input | None:
 
 
 def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
-    """The last convolution of each residual block, in the order in which they run.
+    """Return the names of the last convolution of each residual block, in execution order.
 
-    A convolution's block is the smallest module around it whose input reaches its output by another path as well. A
-    projection on that path reads what the block's first convolution reads, and is not one of the chain.
+    A convolution's block is the smallest enclosing module whose input also reaches its output by another path. A
+    projection on that path has the same input as the block's first convolution, and is left out.
     """
     blocks: dict[str, list[Step]] = {}
     for seen in Run(network, example).layers:
@@ -296,9 +296,9 @@ def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
 def drop_connect(
     model: nn.Module | Factory, p: float, layers: Selector = None, *, task: str | None = None
 ) -> Multitude:
-    """A copy of `model` whose weights are dropped with probability `p`, anew for each draw.
+    """Return a copy of `model` whose weights are dropped with probability `p`, anew in each draw.
 
-    `layers` selects the layers, by default all that have a weight matrix or kernel. Biases are kept.
+    `layers` selects the layers; the default is all with a weight matrix or kernel. Biases are not dropped.
 
     >>> import torch
     >>> net = drop_connect(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3).eval()
@@ -320,7 +320,7 @@ def drop_connect(
 
 
 def kept_on_or_inserted(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
-    """Dropout that is there stays on; where there is none, it is put into the residual blocks, or after activations."""
+    """Keep existing dropout on. If there is none, insert it in the residual blocks, or else after activations."""
     p, layers = settings["p"], settings["layers"]
     if layers is None:
         try:

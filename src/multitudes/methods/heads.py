@@ -1,7 +1,7 @@
-"""Many heads on one trunk: each member has its own output layers, and all share what comes before them.
+"""Many heads on one trunk: each member has its own output layers and shares all layers before them.
 
 Lee et al., *Why M heads are better than one: training a diverse ensemble of deep networks*, 2015. Member i's network is
-`h_i(t(x))`: the trunk t runs once for all members, in training and in evaluation, and the heads h_i are drawn apart.
+`h_i(t(x))`: the trunk t runs once for all members, in training and evaluation; each head h_i is drawn independently.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def heads(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """Many heads on one trunk: each member has output layers of its own, for the time of one network (Lee et al.).
+    """Give each member its own output layers on a shared trunk, in about the time of one network (Lee et al.).
 
-    The output layers are found by running the network on `example`; a Hugging Face model's are those beside its base
-    model. `layers` selects others, whole blocks as well, and `from_layer` everything that runs from that layer on, in
-    the order in which `example` shows it. Norms in a block are each member's own, with their statistics; parameters
-    that belong to no layer of their own, as class tokens, stay shared.
+    The output layers are found by running the network on `example`; for a Hugging Face model they are those outside
+    its base model. `layers` selects others, whole blocks too. `from_layer` selects all layers from that one on, in
+    execution order on `example`. Norms in a selected block, with their statistics, are each member's own. Parameters
+    held directly by a shared module, such as class tokens, stay shared.
 
-    The trunk keeps its weights, and each member's layers are drawn anew by their own rules. With `init="fresh"` the
-    trunk is drawn anew as well; with `init="pretrained"` nothing is, which is for one member. What is frozen stays so.
-    The loss is the mean over members; where the whole trunk is frozen, the members' losses add up instead, and each
-    learns exactly as it would alone. In training, dropout before the heads has one mask for all members. With
-    `rows="own"` each member trains on its own part of the batch, as in `batch_ensemble`.
+    The trunk keeps its weights, and each member's layers are reset by their own rules. `init="fresh"` resets the trunk
+    too; `init="pretrained"` resets nothing, which is for one member. Frozen parameters stay frozen. The loss is the
+    mean over members. If the whole trunk is frozen, it is their sum, and each member learns exactly as it would alone.
+    In training, dropout before the heads has one mask for all members. With `rows="own"` each member trains on its own
+    part of the batch, as in `batch_ensemble`.
 
     >>> net = heads(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=8)
     >>> net(torch.ones(5, 3)).shape
@@ -82,7 +82,7 @@ def heads(
 
 
 def _chosen(network: nn.Module, layers: Selector, from_layer: str | None, example: Input | None) -> list[str]:
-    """The names of the layers and blocks that are each member's own, none inside another."""
+    """Return the names of the members' own layers and blocks, none inside another."""
     if layers is not None and from_layer is not None:
         raise ValueError(f"layers={layers!r} and from_layer={from_layer!r} say the same thing: give one of them")
     if from_layer is not None:
@@ -95,7 +95,7 @@ def _chosen(network: nn.Module, layers: Selector, from_layer: str | None, exampl
 
 
 def _from_on(network: nn.Module, from_layer: str, example: Input | None) -> list[str]:
-    """Everything with tensors that runs from a layer on."""
+    """Return the names of all modules with tensors that run from `from_layer` on."""
     modules = dict(network.named_modules())
     if from_layer not in modules or not from_layer:
         there = ", ".join(name for name in modules if name)

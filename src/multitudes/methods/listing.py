@@ -1,6 +1,6 @@
-"""The methods' rows as texts and plain values, read from the methods' files without importing them.
+"""The methods' rows as plain values, parsed from the source files without importing them.
 
-So listing the methods needs no torch. `registry` explains the rest of a row.
+So listing the methods does not import torch. `registry` documents the fields of a row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multitudes import methods
 
 @dataclass(frozen=True)
 class Listed:
-    """A method's name, its settings with their defaults, what it costs and when to pick it."""
+    """Name, settings with defaults, cost, advice and place of a method."""
 
     name: str
     settings: Mapping[str, Any]
@@ -26,7 +26,7 @@ class Listed:
 
 
 def listed() -> list[Listed]:
-    """All methods, in their order.
+    """Return all methods in order.
 
     >>> [(each.name, dict(each.settings)) for each in listed()[:2]]
     [('single', {}), ('deep', {'members': 4})]
@@ -41,7 +41,7 @@ def _row(name: str, build: Any, settings: Any, costs: str, pick: str, place: int
 
 
 class _File(dict[str, Any]):
-    """The names that a file's rows use: its constants, other files, and stand-ins for functions."""
+    """Names that a file's rows use: its constants, other files, and stand-ins for functions."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(Method=_row)

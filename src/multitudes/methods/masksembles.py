@@ -1,12 +1,12 @@
-"""Masksembles: each member sees its own fixed subset of the channels.
+"""Masksembles: each member uses its own fixed subset of the channels.
 
 Durasov, Bagautdinov, Baque and Fua, *Masksembles for uncertainty estimation*, 2021. N masks of K ones each are
-drawn over `K * scale` positions and positions that no mask uses are dropped, which leaves
+drawn over `K * scale` positions. Positions that no mask uses are dropped. In expectation this leaves
 
     C = K * scale * (1 - (1 - 1/scale)^N)
 
-channels in expectation. Here C is the layer's width, so K follows from it, and the last few channels are
-settled by moving single ones instead of by drawing again until the count happens to fit.
+channels. Here C is the layer's width, so K follows from it. To match C exactly, single ones are moved; this replaces
+drawing again until the count fits.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from multitudes.surgery.start import Start
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
-    """`[M, C]` masks of zeros and ones: as many ones in each, and every channel used by some member.
+    """Draw `[M, C]` masks of zeros and ones, with equally many ones in each; every channel is used by some member.
 
-    With `scale=1` all members see all channels; the larger the scale, the less they share.
+    With `scale=1` all members use all channels. Larger scales share less.
 
     >>> torch.manual_seed(0).seed() and None
     >>> drawn = masks(64, members=4, scale=2.0)
@@ -55,14 +55,14 @@ def _settle(drawn: Tensor, channels: int, generator: torch.Generator | None) -> 
         index = torch.randint(len(candidates), (), generator=generator)
         return int(candidates[index])
 
-    while drawn.shape[1] < channels:  # a one from a position that several share gets a position of its own
+    while drawn.shape[1] < channels:  # move a one from a shared position to a new one
         position = pick((drawn.sum(0) > 1).nonzero()[:, 0])
         member = pick(drawn[:, position].nonzero()[:, 0])
         drawn[member, position] = 0.0
         alone = torch.zeros(len(drawn), 1)
         alone[member] = 1.0
         drawn = torch.cat([drawn, alone], 1)
-    while drawn.shape[1] > channels:  # the fewest ones at a position go where their members have none
+    while drawn.shape[1] > channels:  # remove the position with the fewest ones; its members get a one elsewhere
         position = int(drawn.sum(0).argmin())
         owners = drawn[:, position].nonzero()[:, 0]
         drawn = torch.cat([drawn[:, :position], drawn[:, position + 1 :]], 1)
@@ -77,7 +77,7 @@ class Masked(AffineMemberLayer):
     def __init__(self, layer: nn.Module, *drawn: Tensor) -> None:
         super().__init__(layer, len(drawn[0]))
         self.ones = int(drawn[0][0].sum())
-        self.scale = 1.0  # of a weight that is computed from others
+        self.scale = 1.0  # factor on the shared weight
         like = next(layer.parameters()).detach()
         for affine, own in zip(self.affine_maps(), drawn, strict=True):
             self.register_buffer(f"{self.prefixes[affine.weight]}masks", own.to(like))
@@ -92,8 +92,8 @@ class Masked(AffineMemberLayer):
         return self.run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
 
     def run_member(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Channels that a member does not see are left out; in layers whose groups would become uneven, they have zeros
-        for weights, and in layers with hooks, which may ask for the shape."""
+        """Run a member without its masked channels. If groups would become uneven, or hooks may depend on the shape,
+        keep all channels and zero the weights instead."""
         affine = AffineMap(*self.maps[0])
         if affine.groups > 1 or self._hooked:
             return super().run_member(index, rows, weight, *args, **kwargs)
@@ -111,7 +111,7 @@ class Masked(AffineMemberLayer):
 
 
 def masked(layer: nn.Module, members: int, scale: float) -> Masked:
-    """A layer behind newly drawn masks."""
+    """Wrap a layer with newly drawn masks."""
     several = kind_of(layer) in SEVERAL
     with evaluating(layer):
         weights = [layer.get_parameter(m.weight) if several else weight_of(layer) for m in maps_of(layer)]
@@ -132,13 +132,13 @@ def masksembles(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """Masksembles: fixed masks on the inputs of convolutions and linear layers, the first one's excepted.
+    """Apply fixed masks to the inputs of convolutions and linear layers, except the first one.
 
-    `scale` is 1 to 1000: 1 gives every member every channel, larger values less overlap. `layers` selects the
-    masked layers. From a pretrained network, their weights are scaled so that activations are as large as they
-    were on `example`, one batch of inputs; where it is left out, noise of the usual sizes is tried. The same
-    `seed` gives the same masks. `model`, `init` and `heads` are as in `deep_ensemble`, for the weights that all members
-    share. With `rows="own"` each member trains on its own part of the batch, as in `batch_ensemble`.
+    `scale` is 1 to 1000: 1 gives every member all channels, larger values give less overlap. `layers` selects the
+    masked layers. In a pretrained network, their weights are scaled to keep the size of activations on `example`, one
+    batch of inputs; without it, noise of the usual sizes is tried. The same `seed` gives the same masks. `model`,
+    `init` and `heads` work as in `deep_ensemble`, on the shared weights. With `rows="own"` each member trains on its
+    own part of the batch, as in `batch_ensemble`.
 
     >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
     >>> net(torch.ones(5, 3)).shape
@@ -172,7 +172,7 @@ def masksembles(
 
 
 def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]) -> None:
-    """Scale the masked layers' weights by all members at once, or by the first where a batch cannot hold them all."""
+    """Scale the masked layers' weights using all members in one batch, or the first member if that is impossible."""
     kept = {name: None for name in names}
     with evaluating(net):
         tiles = net._runners.takes_tiled(x)
@@ -187,7 +187,7 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
 
 
 def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:
-    """The first layer, whose input is the data, which every member should see whole; none where those are embedded."""
+    """Return the first layer, whose input is the data and must not be masked; nothing if an embedding comes first."""
     order = executed(model, x, (*chosen, nn.Embedding))
     if not order or order[0] not in chosen:
         return []

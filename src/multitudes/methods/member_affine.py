@@ -33,11 +33,10 @@ Net = TypeVar("Net", bound=SharedMembers)
 class AffineMemberLayer(MemberLayer):
     """A layer of affine maps that differs between members.
 
-    A subclass says what each member's weight of a map is (`weight_of_member`), and how a layer of one map runs
-    (`run_all`). A layer of several maps or several inputs (attention, recurrence) reads its weights as tensors, so that
-    no map in it can be replaced alone: it runs once for each member, with the member's own tensors in their places. The
-    tensors of a map are `[M, ...]`; their names begin with the map's prefix: `r` of a single map, or
-    `out_proj_weight_r`.
+    A subclass defines each member's weight of a map (`weight_of_member`) and how a layer of one map runs (`run_all`).
+    A layer of several maps or inputs (attention, recurrent) reads its weights as tensors, so no map in it can be
+    replaced alone: it runs once per member with the member's tensors swapped in. A map's tensors are `[M, ...]`. Their
+    names start with the map's prefix: `r` for a single map, or `out_proj_weight_r`.
     """
 
     def __init__(self, layer: nn.Module, members: int) -> None:
@@ -52,14 +51,14 @@ class AffineMemberLayer(MemberLayer):
         return [AffineMap(*described) for described in self.maps]
 
     def own_biases(self, name: str | None) -> nn.Parameter | None:
-        """Return all members' biases in the place of the layer's of this name, if they have some of their own."""
+        """Return all members' biases that replace the layer's bias `name`, if there are any."""
         return self._parameters.get(self._biases_name(name))
 
     def _biases_name(self, name: str | None) -> str:
         return f"{(name or '').replace('.', '_')}_own" if self.several else "biases"
 
     def repeat_bias(self, affine: AffineMap) -> None:
-        """Give each member a bias of its own in the place of a map's, if it has one."""
+        """Replace a map's bias by one for each member, if it has one."""
         owner, _, own = (affine.bias or "").rpartition(".")
         holder = self.layer.get_submodule(owner)
         bias = getattr(holder, own, None)
@@ -71,11 +70,11 @@ class AffineMemberLayer(MemberLayer):
             holder.register_parameter(own, None)
 
     def shared_weight(self, affine: AffineMap) -> Tensor:
-        """Return the weight of a map that all members' own are made of."""
+        """Return the weight of a map from which all members' weights are computed."""
         return self.layer.get_parameter(affine.weight) if self.several else weight_of(self.layer)
 
     def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
-        """Return member `index`'s weight of a map, made of the layer's."""
+        """Compute member `index`'s weight of a map from the layer's weight."""
         raise NotImplementedError
 
     # -- all members ---------------------------------------------------------------------------------------
@@ -92,13 +91,13 @@ class AffineMemberLayer(MemberLayer):
             own = {name: members.own(torch.stack([tensors[name] for tensors in each])) for name in each[0]}
             return functional_call(self.layer, own, args, kwargs)
 
-        def run(index: int, *args: Any, **kwargs: Any) -> Any:  # vmap takes no recurrence
+        def run(index: int, *args: Any, **kwargs: Any) -> Any:  # vmap does not support recurrent layers
             return functional_call(self.layer, self.tensors(index), args, kwargs)
 
         return self._separately(run, args, kwargs)
 
     def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer of one map for all members, or for the one that this is in a view."""
+        """Run a layer of one map for all members, or in a member's view for this member."""
         raise NotImplementedError
 
     def run(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,7 +144,7 @@ class AffineMemberLayer(MemberLayer):
         return super()._bias() if biases is None else biases[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Its own tensors, the layer's settings, and of the layer's tensors the shapes: no member has their values."""
+        """Return own tensors, the layer's settings, and for the layer's tensors their shapes: the values differ."""
         registries = [self.__dict__.get(each, {}) for each in ("_parameters", "_buffers", "_modules")]
         for registry in registries:
             if name in registry:
@@ -165,7 +164,7 @@ def joined(
     rows: str,
     task: str | None,
 ) -> Net:
-    """Return the members of a network in which these layers, by name, differ between them."""
+    """Replace the layers by name, and return the members of the result."""
     for name, layer in layers.items():
         layer.place = name
     net = kind(replace(network, layers), members).like(start.given, task)

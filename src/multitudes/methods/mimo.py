@@ -1,8 +1,8 @@
 """MIMO: one network, M inputs and M outputs.
 
-Havasi et al., *Training independent subnetworks for robust prediction*, 2021. The first layer takes M inputs
-side by side, the last gives M outputs, and everything between is shared. In training each output learns the
-label of its own input; in evaluation all M inputs are the same, and the outputs are an ensemble.
+Havasi et al., *Training independent subnetworks for robust prediction*, 2021. The first layer takes M concatenated
+inputs, the last gives M outputs, and all layers between are shared. In training each output learns the label of its
+own input. In evaluation all M inputs are the same, and the outputs are an ensemble.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multitudes.surgery.start import Start
 
 
 class Mimo(Multitude):
-    """A network of M inputs, side by side along axis `inputs`, and M outputs along axis `outputs`."""
+    """A network of M inputs, concatenated along axis `inputs`, and M outputs along axis `outputs`."""
 
     def __init__(self, network: nn.Module, members: int, first: str, last: str, inputs: int, outputs: int) -> None:
         super().__init__(network, members)
@@ -39,7 +39,7 @@ class Mimo(Multitude):
         return self._answers([_tensor(x)] * self.members)
 
     def _answers(self, inputs: list[Tensor]) -> Tensor:
-        """Member m's prediction for `inputs[m]`, each `[B, ...]`: `[M, B, ...]`."""
+        """Return member m's prediction for `inputs[m]`, each `[B, ...]`, as `[M, B, ...]`."""
         output = call(self.network, torch.cat(inputs, self.inputs))
         axis = self.outputs % output.dim()
         return output.unflatten(axis, (self.members, -1)).movedim(axis, 0)
@@ -47,7 +47,7 @@ class Mimo(Multitude):
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
     ) -> list[Tensor]:
-        """Return each member's loss on its own, shuffled, inputs."""
+        """Return each member's loss on its own shuffled inputs."""
         x = _tensor(x)
         if len(y) != len(x):
             raise ValueError(f"y must have one target for each of the {len(x)} inputs, got {len(y)}")
@@ -62,14 +62,14 @@ class Mimo(Multitude):
         return [own_loss(p, y, weight=w) for p, y, w in zip(predictions, targets, weights, strict=True)]
 
     def _orders(self, batch: int, device: torch.device) -> list[Tensor]:
-        """Which inputs each member sees: a share `repetition` is the same for all, the rest shuffled apart."""
+        """Return each member's order of inputs: equal for a share `repetition`, shuffled independently for the rest."""
         order = torch.randperm(batch * self.batch_repetition, device=device) % batch
         split = round(len(order) * (1 - self.repetition))
         apart, same = order[:split], order[split:]
         return [torch.cat([apart[torch.randperm(split, device=device)], same]) for _ in range(self.members)]
 
     def _member(self, index: int) -> nn.Module:
-        """In evaluation the inputs are one input, so the first layer's weights for them add up."""
+        """Build a member. In evaluation all inputs are the same, so the first layer's weights for them add up."""
         first, last = self.network.get_submodule(self.first), self.network.get_submodule(self.last)
         folded = _resized(first, inputs=1 / self.members)
         shares = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).unbind(1)
@@ -92,14 +92,14 @@ def mimo(
     task: str | None = None,
     seed: int | None = None,
 ) -> Mimo:
-    """A MIMO network: `members` inputs stacked on channels, `members` outputs.
+    """Convert a network to MIMO: `members` inputs stacked on channels, `members` outputs.
 
-    In `loss` the inputs are shuffled independently for each member; the share `repetition` of them is the same
-    for all members (the paper's rho), and each batch is used `batch_repetition` times. From a pretrained
-    network, the evaluated function is kept exactly, but for the output layers with `init="heads"` (those that are
-    found, or that `heads` selects). A function that builds networks builds one for each input and output. A first layer
-    that is frozen keeps its function, and cannot learn to tell the inputs apart. `example` is one batch of inputs;
-    where it is left out, the usual sizes are tried.
+    In `loss` the inputs are shuffled independently for each member. A share `repetition` of them is the same for all
+    members (the paper's rho), and each batch is repeated `batch_repetition` times. A pretrained network keeps its
+    function exactly in evaluation, except for the output layers with `init="heads"` (found, or selected by `heads`).
+    If `model` is a function that builds networks, it builds one for each input and output. A frozen first layer keeps
+    its function, and cannot learn to distinguish the inputs. `example` is one batch of inputs; without it, the usual
+    sizes are tried.
 
     >>> net = mimo(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=3)
     >>> net(torch.ones(5, 3)).shape
@@ -126,7 +126,7 @@ def mimo(
     ends = {first: [f"takes {members} inputs"]}
     ends.setdefault(last, []).append(f"gives {members} outputs")
     net.notes = start.noted({name: " and ".join(texts) for name, texts in ends.items()})
-    tell_reach(net, model, ends, x, warn=False)  # all between is shared
+    tell_reach(net, model, ends, x, warn=False)  # all layers between are shared
     return net
 
 
@@ -137,11 +137,11 @@ def _tensor(x: Input) -> Tensor:
 
 
 def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module:
-    """Wider first and last layers that compute, for M equal inputs, the model's own output M times."""
+    """Widen the first and last layers so that M equal inputs give the model's output M times."""
     wide = _resized(model.get_submodule(first), inputs=members)
     weight = model.get_submodule(first).get_parameter("weight").data
     shares = [weight / members] * (members - 1)
-    wide.get_parameter("weight").data = torch.cat([*shares, weight - sum(shares)], 1)  # which add up exactly
+    wide.get_parameter("weight").data = torch.cat([*shares, weight - sum(shares)], 1)  # they add up exactly
     old = wide if first == last else model.get_submodule(last)
     head = _resized(old, outputs=members)
     for name, parameter in old.named_parameters():
@@ -150,7 +150,7 @@ def _widened(model: nn.Module, members: int, first: str, last: str) -> nn.Module
 
 
 def _fill(network: nn.Module, models: list[nn.Module], first: str, last: str) -> None:
-    """Give each input and each output the weights of a model of its own, so that activations are as large as theirs."""
+    """Give each input and output the weights of its own model, scaled to keep the size of activations."""
     wide = network.get_submodule(first).get_parameter("weight")
     if first == last:  # each output has weights for each input
         return
@@ -163,7 +163,7 @@ def _fill(network: nn.Module, models: list[nn.Module], first: str, last: str) ->
 
 
 def _check_trained(model: nn.Module, members: int, first: str, last: str) -> None:
-    """Members learn to be others by the first and the last layer."""
+    """Check that members can become different, through the first and last layers."""
     if members > 1 and not any(p.requires_grad for p in model.get_submodule(last).parameters()):
         raise ValueError(
             f"MIMO cannot convert model ({type(model).__name__}), whose output layer {last!r} is frozen: all outputs "
@@ -174,7 +174,7 @@ def _check_trained(model: nn.Module, members: int, first: str, last: str) -> Non
 
 
 def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Module:
-    """A copy of a layer that says it has other widths; its weights are for the caller to set."""
+    """Return a copy of a layer with other width attributes; the caller sets its weights."""
     layer = copied(layer)
     names = ("in_features", "out_features") if isinstance(layer, nn.Linear) else ("in_channels", "out_channels")
     for name, factor in zip(names, (inputs, outputs), strict=True):
@@ -183,7 +183,7 @@ def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Modu
 
 
 def _ends(model: nn.Module, x: Tensor) -> tuple[str, str]:
-    """The first and the last layer that run, which are widened."""
+    """Return the names of the first and last layers that run; these are widened."""
     order = executed(model, x, affine_layers(model))
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to take its input")
@@ -195,15 +195,15 @@ def _ends(model: nn.Module, x: Tensor) -> tuple[str, str]:
     return order[0], order[-1]
 
 
-# -- the proof ---------------------------------------------------------------------------------------------
+# -- verification ------------------------------------------------------------------------------------------
 
 
 def _proven_axes(
     model: nn.Module, network: nn.Module, members: int, first: str, last: str, x: Tensor
 ) -> tuple[int, int]:
-    """The axes of x and of the output along which inputs and outputs lie side by side, proven on the example.
+    """Find the axes along which inputs of x and outputs are concatenated, and verify them on the example.
 
-    Each input must reach the output through the first layer only, as it would alone, and so must each output.
+    Each input must reach the output only through the first layer, as it would alone, and likewise each output.
     """
     outputs = axis_of(model.get_submodule(last))
     with observing(model, network):
@@ -211,7 +211,7 @@ def _proven_axes(
         reason = reason and f"{reason}, and MIMO shuffles rows"
         for inputs in range(1, x.dim()) if not reason else ():
             net = Mimo(copied(network), members, first, last, inputs, outputs)
-            with moved_weights(net.network):  # since one that is 0 hides what is before it
+            with moved_weights(net.network):  # weights of 0 would hide the layers before them
                 trouble = _trouble(net, x)
             if not trouble:
                 return inputs, outputs
@@ -223,10 +223,10 @@ def _proven_axes(
 
 
 def _trouble(net: Mimo, x: Tensor) -> str:
-    """Return how the widened network fails to keep its members apart; nothing where it does not.
+    """Return how the widened network fails to separate its members, or "" if it does not fail.
 
-    With the first layer's weights for all inputs but one at 0, each member must answer to that one input as it does
-    alone, whatever the others are.
+    With the first layer's weights zeroed for all inputs but one, each member must predict for this input as it does
+    alone, whatever the other inputs are.
     """
     generator = torch.Generator().manual_seed(0)
     moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]

@@ -1,4 +1,4 @@
-"""Layers that each member has of its own, in a network whose other weights the members share."""
+"""Layers that each member has for itself, in a network whose other weights the members share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multitudes.surgery.initialise import redraw
 
 
 class Own(AffineMemberLayer):
-    """A layer of one map whose weights `[M, ...]` and biases `[M, O]` are each member's own."""
+    """A layer of one map with weights `[M, ...]` and biases `[M, O]`, one set for each member."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(plain_copy(layers[0], weight_of(layers[0])), len(layers))
@@ -57,7 +57,7 @@ class Own(AffineMemberLayer):
         return weight[index]
 
     def stack_of(self, name: str) -> Tensor:
-        """All members' of a tensor of the layer, by its name there."""
+        """Return all members' versions of one of the layer's tensors, by its name in the layer."""
         return self.get_parameter({"weight": "weights", "bias": "biases"}[name])
 
     def fold(self, index: int) -> nn.Module:
@@ -67,17 +67,17 @@ class Own(AffineMemberLayer):
 
 
 class OwnBlock(MemberLayer):
-    """A whole block, of whatever layers, whose parameters and buffers `[M, ...]` are each member's own.
+    """A block of any layers with parameters and buffers `[M, ...]`, one set for each member.
 
-    It runs once for each member, with the member's tensors: a batch norm inside has statistics for each member.
+    It runs once for each member with the member's tensors: a batch norm in it has statistics for each member.
     """
 
     tiles = False
-    batched = True  # at least no worse than one run for each member
+    batched = True  # no slower than one run for each member
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(copied(blocks[0]), len(blocks))
-        self.places: dict[str, str] = {}  # of every tensor of the block, the name that its stack has here
+        self.places: dict[str, str] = {}  # name of a tensor in the block -> name of its stack here
         named: dict[int, str] = {}
         for path, first in self.layer.named_modules():
             alike = [block.get_submodule(path) for block in blocks]
@@ -111,7 +111,7 @@ class OwnBlock(MemberLayer):
             self.register_buffer(own, _stacked(tensors), name not in owner._non_persistent_buffers_set)
 
     def stack_of(self, name: str) -> Tensor:
-        """All members' of a tensor of the block, by its name there."""
+        """Return all members' versions of one of the block's tensors, by its name in the block."""
         return self._stacks()[self.places[name]]
 
     def _stacks(self) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class OwnBlock(MemberLayer):
         with torch.no_grad():
             for place, tensor in tensors.items():
                 registry, name = _registry(modules, place)
-                if registry[name] is not tensor:  # a buffer that the block's code has assigned
+                if registry[name] is not tensor:  # a buffer assigned by the block's code
                     self._stacks()[self.places[place]][index] = registry[name]
         for path, attributes in given.items():
             twin, module = vars(modules[path]), self.layer.get_submodule(path)
@@ -147,7 +147,7 @@ class OwnBlock(MemberLayer):
         return answer
 
     def __getattr__(self, name: str) -> Any:
-        """The block's settings; of its own tensors the shapes, for no member has their values."""
+        """Return the block's settings, and for its stacked tensors their shapes: the values differ between members."""
         places = self.__dict__.get("places", {})
         if name in places and "layer" in self.__dict__.get("_modules", {}):
             stacks = self._stacks()
@@ -170,26 +170,26 @@ class OwnBlock(MemberLayer):
 
 
 def _own_view(block: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A view of a block with parameters and buffers of its own, and its modules by name."""
+    """Return a view of a block with its own parameter and buffer registries, and its modules by name."""
     names = ("_parameters", "_buffers")
     changes = {path: {name: dict(getattr(m, name)) for name in names} for path, m in block.named_modules()}
     own = view(block, changes)
     modules = dict(own.named_modules())
-    for path, module in block.named_modules():  # what code appends to a list is kept with the block
+    for path, module in block.named_modules():  # share lists, so that what code appends stays with the block
         twin = modules[path].__dict__
         twin.update({key: held for key, held in vars(module).items() if type(held) is list and held == twin[key]})
     return own, modules
 
 
 def _registry(modules: Mapping[str, nn.Module], place: str) -> tuple[dict[str, Any], str]:
-    """The registry that holds a tensor of a block, and its name there."""
+    """Return the registry that holds a tensor of a block, and its key there."""
     path, _, name = place.rpartition(".")
     parameters, buffers = modules[path]._parameters, modules[path]._buffers
     return (parameters if name in parameters else buffers), name
 
 
 def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
-    """Each member's own layers and blocks, by name: drawn anew by the rules of their network, or as they are."""
+    """Return each member's own layers and blocks by name, reset by their rules if `drawn`, else unchanged."""
     work = copied(network) if drawn else network
     copies: dict[str, list[nn.Module]] = {name: [] for name in names}
     for _ in range(members):
@@ -201,7 +201,7 @@ def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: b
 
 
 def _own_copies(copies: list[nn.Module]) -> Own | OwnBlock:
-    """Each member's own copy of a layer or block as one layer."""
+    """Combine the members' copies of a layer or block in one layer."""
     with evaluating(copies[0]):
         alone = kind_of(copies[0]) not in SEVERAL and len(maps_of(copies[0])) == 1
     return Own(copies) if alone else OwnBlock(copies)

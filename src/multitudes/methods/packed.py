@@ -1,13 +1,13 @@
-"""Packed-Ensembles: members narrow enough to cost, together, about as much as one network.
+"""Packed-Ensembles: narrow members that together cost about as much as one network.
 
 Laurent et al., *Packed-Ensembles for efficient uncertainty estimation*, 2023. Packed-Ensembles-(alpha, M, gamma)
-scales the widths of a network by alpha, splits them among M members, and each member's layers into gamma
-groups, so that a layer has
+scales the widths of a network by alpha, splits them among M members, and splits each member's layers into gamma
+groups. A layer then has
 
     M * (alpha C_in / M) * (alpha C_out / M) * s^2 / gamma
 
-weights. Three steps: narrow the network to `alpha / M` of its width, replicate it M times, run the replicas
-side by side.
+weights. Three steps: narrow the network to `alpha / M` of its width, replicate it M times, run all replicas
+together.
 """
 
 from __future__ import annotations
@@ -45,30 +45,29 @@ def packed(
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
-    """A Packed-Ensemble-(alpha, M, gamma) of `model`, which is left as it was.
+    """Build a Packed-Ensemble-(alpha, M, gamma) of `model`, which is not changed.
 
-    Members are narrowed copies of `model`, or, exactly as you want them, what a function of the width constructs:
+    Members are narrowed copies of `model`, or what your own function of the width builds:
 
         def build(width: float) -> nn.Module:
             return MyNetwork(channels=round(64 * width), heads=round(8 * width))
 
         net = mt.packed(build, members=4, alpha=2)  # each member is a build(0.5) of its own
 
-    `build(1.0)` is the network that inputs, outputs and the size in `net.summary()` are compared with. `gamma`,
-    `min_channels`, `layers`, `init` and `heads` belong to networks that are narrowed here, not to such a function.
+    `build(1.0)` is the reference for inputs, outputs and the size in `net.summary()`. Such a function cannot be
+    combined with `gamma`, `min_channels`, `layers`, `init` and `heads`.
 
     `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
-    Widths are rounded up where they do not divide: those of attention to whole heads, whose size stays. Hugging Face's
-    models are narrowed by their own configurations, so that a member can be saved and loaded as one. `gamma` is not
-    applied to the first and the last layer, nor where a subgroup would have fewer than `min_channels` inputs, and only
-    to layers that `layers` selects; `net.summary()` shows every layer's widths and gamma.
+    Widths that do not divide are rounded up. Attention keeps its head size, and is rounded to whole heads. Hugging Face
+    models are narrowed through their configurations, so that a member can be saved and loaded as one. `gamma` is not
+    applied to the first and last layers, or to layers whose groups would have fewer than `min_channels` inputs, and
+    only to layers that `layers` selects. `net.summary()` shows every layer's widths and gamma.
 
-    With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled so that
-    activations are as large as they were; so it does of what a function builds that is given as `model`, and with
-    `init="heads"`, which draws the output layers anew (those that are found, or that `heads` selects). Layers with
-    frozen parameters are not narrowed: they keep their weights, all of them, and so do the layers that a frozen one
-    reads from. `example` is one batch of inputs, real ones at best; where it is left out, noise of the usual sizes is
-    tried.
+    With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled to keep
+    the size of activations. `init="heads"` also resets the output layers (found, or selected by `heads`). A function
+    given as `model` builds a network for each member to select from. Layers with frozen parameters, and the layers that
+    they read from, keep all their weights and are not narrowed. `example` is one batch of inputs, preferably real;
+    without it, noise of the usual sizes is tried.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -125,9 +124,9 @@ def narrow(
     heads: Selector = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """A copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
+    """Return a copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
 
-    It is the member of a Packed-Ensemble of one, and all arguments mean what they mean in `packed`.
+    This is the member of a Packed-Ensemble of one. All arguments are as in `packed`.
 
     >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
     >>> narrow(model, 0.5)
@@ -145,7 +144,7 @@ def narrow(
 
 
 def _size(net: Members, model: nn.Module) -> str:
-    """How many parameters the members have in all, beside the model's: a table of embeddings narrows one way alone."""
+    """Describe the size relative to the model. Embedding tables are mentioned, as they narrow in one axis only."""
     total, whole = (sum(p.numel() for p in network.parameters()) for network in (net, model))
     tables = {id(p): p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     mostly = 10 * sum(tables.values()) > whole

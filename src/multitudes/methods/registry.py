@@ -1,4 +1,4 @@
-"""A method's row: what a study and the command line know of it. Each method's own file declares its rows, as `ROWS`."""
+"""`Method`: the entry of a method for studies and the command line. Each method's file declares its own in `ROWS`."""
 
 from __future__ import annotations
 
@@ -18,48 +18,49 @@ from multitudes.training.trainer import Progress
 
 Settings = Mapping[str, Any]
 Training = dict[str, Any]
-"""Arguments of `mt.fit`, by name."""
+"""Keyword arguments of `mt.fit`."""
 Build = Callable[[nn.Module, Tensor, Settings, int], Multitude]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How one method is built, trained and finished; all its settings are plain values.
+    """Recipe to build, train and finish one method. All settings are plain values.
 
-    Training is that of every network, which a method may change: its rates, its schedule, its number of epochs. Where a
-    method is made of checkpoints, it says after which steps they are recorded, and is finished from them.
+    A method may change the common training arguments: rates, schedule, number of epochs. A method made of checkpoints
+    defines the steps at which they are recorded (`times`) and builds the result from them (`finish`).
     """
 
     name: str
     build: Build
-    """From a network, an example `[B, ...]` of its inputs, settings and a seed to what is trained. The network is
-    fresh, or where the settings say `init="heads"`, trained but for its output layers."""
+    """(network, example `[B, ...]` of its inputs, settings, seed) -> the multitude to train. The network is fresh, or
+    with `init="heads"` in the settings, pretrained except for its output layers."""
     settings: Settings
-    """Every setting, with its default."""
+    """All settings with their defaults."""
     costs: str
-    """What it costs, in a sentence."""
+    """Its cost, in one sentence."""
     pick: str
-    """When to pick it, in a sentence."""
+    """When to pick it, in one sentence."""
     place: int = 1000
-    """Where it is listed: the lower, the earlier; methods of one place by name."""
+    """Position in lists, lowest first; ties are sorted by name."""
     train: Callable[[Multitude, Training, Settings], Training] = lambda net, training, settings: training
-    """The arguments of `fit`, changed as the method needs it."""
+    """(multitude, arguments of `fit`, settings) -> the arguments to train with."""
     times: Callable[[int, Settings], list[int]] = lambda steps, settings: []
-    """Of a training of so many steps, those after which the network is recorded."""
+    """(number of training steps, settings) -> the steps after which to record the network."""
     finish: Callable[[Multitude, Recorder | None, Tensor, Settings, int], Multitude] = lambda net, *_: net
-    """From what was trained, what was recorded, training inputs `[N, ...]`, settings and a seed to what predicts."""
+    """(trained multitude, recorder if any, training inputs `[N, ...]`, settings, seed) -> the multitude to predict
+    with."""
     after: Callable[[Multitude, Iterable[Any], Iterable[Any] | None, Settings, int], Multitude] = lambda net, *_: net
-    """From what is finished, all training data and perhaps held-out data as batches `(x, y)`, settings and a seed to
-    what predicts."""
+    """Last step, with targets: (result of `finish`, batches `(x, y)` of the training data, held-out batches or None,
+    settings, seed) -> the multitude to predict with."""
     feature_maps: bool = False
-    """Whether it needs feature maps, and so inputs of a kind that has them."""
+    """True if it needs inputs that have feature maps."""
     tables: bool = False
-    """Whether it is for tables alone."""
+    """True if it is only for tables."""
     pretrained: bool = False
-    """Whether it is for networks alone that were trained before."""
+    """True if it is only for pretrained networks."""
 
     def complete(self, given: Settings | None = None) -> dict[str, Any]:
-        """All settings: the given ones, and the defaults of the rest."""
+        """Return all settings: the given ones, and defaults for the rest."""
         given = given or {}
         for key in given:
             if key not in self.settings:
@@ -69,9 +70,9 @@ class Method:
 
 
 def by(convert: Callable[..., nn.Module]) -> Build:
-    """A build that calls a conversion with those of the settings, the example and the seed that it has arguments for.
+    """Return a build function that calls `convert` with the settings, example and seed that it has parameters for.
 
-    What is no multitude becomes one.
+    A result that is not a multitude is wrapped in one.
     """
     arguments = inspect.signature(convert).parameters
 
@@ -84,17 +85,17 @@ def by(convert: Callable[..., nn.Module]) -> Build:
 
 
 def single(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
-    """The build of what is trained as one network."""
+    """Build the multitude of a method that trains one network."""
     return Multitude(copied(network))
 
 
 def without(settings: Settings, *names: str) -> dict[str, Any]:
-    """The settings but for these."""
+    """Return the settings without these names."""
     return {name: value for name, value in settings.items() if name not in names}
 
 
 class Recording:
-    """A callback of `fit` that records the network after the steps `times`, each of them once, also after a resume."""
+    """Callback of `fit` that records the network after each of the steps `times`, exactly once even after a resume."""
 
     def __init__(self, recorder: Recorder, times: list[int]) -> None:
         self.recorder, self.times = recorder, times
@@ -106,7 +107,7 @@ class Recording:
 
 
 def collect() -> dict[str, Method]:
-    """The rows that the files and folders of `multitudes.methods` declare, by name, in their order."""
+    """Return the rows of all modules and packages in `multitudes.methods`, by name, in order."""
     package = importlib.import_module("multitudes.methods")
     names = [found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
     rows = [row for name in names for row in getattr(importlib.import_module(name), "ROWS", ())]
@@ -114,7 +115,7 @@ def collect() -> dict[str, Method]:
 
 
 def chosen(methods: Mapping[str, Method], name: str) -> Method:
-    """The method of this name, or an error that lists them."""
+    """Return the method of this name, or raise an error that lists all names."""
     if name not in methods:
         raise ValueError(f"method must be one of {', '.join(methods)}, got {name!r}")
     return methods[name]

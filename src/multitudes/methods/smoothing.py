@@ -1,11 +1,11 @@
-"""Spatial smoothing: neighbouring points of a feature map are averaged, as if they were an ensemble.
+"""Spatial smoothing: average neighbouring points of a feature map, like an ensemble.
 
 Park & Kim, *Blurs behave like ensembles: spatial smoothings to improve accuracy, uncertainty, and robustness*, 2022.
 Before each down-sampling, eq. (5) to (8):
 
     Smooth(z) = Blur(Prob(z)),    Prob(z) = ReLU(tau tanh(z / tau)),    Blur = convolution by K = k k^T / |k|_1^2
 
-There are no weights. A smoothed network is a plain one, and every method takes it:
+It adds no weights. A smoothed network is a plain one, so every method can convert it:
 `packed(smooth(model))`, `mc_dropout(smooth(model))`.
 """
 
@@ -40,10 +40,10 @@ HEADS = ("gap", "max", "median", "mlp")
 
 
 class Prob(nn.Module):
-    """A feature map as unnormalised probabilities, `[B, C, H, W] -> [B, C, H, W]`, not below 0.
+    """Convert a feature map to unnormalised probabilities, `[B, C, H, W] -> [B, C, H, W]`, at least 0.
 
     `"tanh"` is `ReLU(tau tanh(z / tau))`, at most tau; `"relu6"` is `min(ReLU(z), 6)`; `"scale"` is
-    `ReLU(z / tau)`, for which the paper has tau = 5; `"none"` leaves z as it is.
+    `ReLU(z / tau)`, for which the paper uses tau = 5; `"none"` returns z unchanged.
 
     >>> Prob("tanh", tau=10)(torch.tensor([-1.0, 1.0, 100.0]))
     tensor([ 0.0000, 0.9967, 10.0000])
@@ -70,14 +70,14 @@ class Prob(nn.Module):
 
 
 class Blur(nn.Module):
-    """The average of each point and its neighbours, each channel by itself.
+    """Average each point with its neighbours, separately in each channel.
 
-    The kernels `k` are (1), (1, 1), (1, 2, 1) and (1, 4, 6, 4, 1), each the box (1, 1) convolved with itself, so that
-    a blur is an average pooling of 2 x 2 points with stride 1, done `n = len(k) - 1` times.
+    The kernels `k` are (1), (1, 1), (1, 2, 1) and (1, 4, 6, 4, 1). All are the box (1, 1) convolved with itself, so a
+    blur is average pooling over 2 x 2 points with stride 1, applied `n = len(k) - 1` times.
 
-    Maps keep their size, `[B, C, H, W] -> [B, C, H, W]`: they are continued by their border values, by one point more
-    after than before where `n` is odd, and a constant map stays as it is. `growing` maps are surrounded by zeros
-    instead, as in the paper's experiments, and all points that a kernel touches are kept:
+    Maps keep their size, `[B, C, H, W] -> [B, C, H, W]`: their border values are replicated, one point more
+    after than before if `n` is odd, so a constant map is unchanged. `growing` maps are padded with zeros instead, as in
+    the paper's experiments, and all points that a kernel touches are kept:
     `[B, C, H, W] -> [B, C, H + n, W + n]`.
 
     >>> Blur((1, 2, 1), growing=True)(torch.ones(1, 1, 1, 1) * 16)
@@ -93,7 +93,7 @@ class Blur(nn.Module):
         self.growing = growing
         self.times = len(self.kernel) - 1
         sides = (self.times // 2, self.times - self.times // 2)
-        # Padding of its own, since torch's average pooling with padding has wrong gradients on a GPU, channels-last.
+        # Pad separately: torch's padded average pooling has wrong gradients on a GPU in channels-last format.
         self.pad = nn.ZeroPad2d(self.times) if growing else nn.ReplicationPad2d((*sides, *sides))
         self.box = nn.AvgPool2d(2, stride=1)
 
@@ -110,7 +110,7 @@ class Blur(nn.Module):
 class Smooth(nn.Module):
     """Probabilistic spatial smoothing, `Blur(Prob(z))`, eq. (5).
 
-    `[B, C, H, W] -> [B, C, H, W]`, and a little larger where it is `growing` (see `Blur`).
+    `[B, C, H, W] -> [B, C, H, W]`; a little larger if `growing` (see `Blur`).
     """
 
     def __init__(
@@ -137,19 +137,19 @@ def smooth(
     layers: Selector = None,
     example: Input | None = None,
 ) -> nn.Module:
-    """A copy of `model` with a `Smooth` before each down-sampling: a plain network with the same parameters.
+    """Return a copy of `model` with a `Smooth` before each down-sampling: a plain network with the same parameters.
 
-    Down-samplings are strided convolutions, pooling layers and the global pooling; a residual block is one, and is
-    smoothed as a whole. Not smoothed are the image, the max-pool of a stem and the global pooling of
-    pre-activation networks. So there are four in ResNets, three in pre-activation ResNets, five in VGG and, at
-    the encoder's poolings, four in U-Net. `layers` selects other layers or blocks that read feature maps.
+    Down-samplings are strided convolutions, pooling layers and the global pooling. A residual block counts as one, and
+    is smoothed as a whole. Not smoothed are the image, the max-pool of a stem and the global pooling of
+    pre-activation networks. This gives four in ResNets, three in pre-activation ResNets, five in VGG and four in U-Net
+    (its encoder's poolings). `layers` selects other layers or blocks that read feature maps.
 
-    The paper's settings are the defaults, but for `growing=True` (see `Blur`), which fits networks with a global
-    pooling. `Prob` cuts off negative values; where maps before a down-sampling have some, `prob="none"` keeps them.
-    The paper's kernel, of two points, shifts maps by half a point; where they are joined with maps that are not
-    smoothed, as in U-Net's decoder, `kernel=(1, 2, 1)` leaves them in place.
-    `example` is one batch of inputs, with which the down-samplings are found; where it is left out, noise of the
-    usual sizes is tried. Checkpoints of `model` load into its smoothed copy.
+    The defaults are the paper's settings, except for `growing=True` (see `Blur`), which fits networks with global
+    pooling. `Prob` removes negative values; if maps have some before a down-sampling, `prob="none"` keeps them.
+    The paper's kernel of two points shifts maps by half a point. If they are later joined with maps that are not
+    smoothed, as in U-Net's decoder, use `kernel=(1, 2, 1)`, which does not shift.
+    `example` is one batch of inputs to find the down-samplings with; without it, noise of the usual sizes is tried.
+    Checkpoints of `model` load into its smoothed copy.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
     >>> _ = model(torch.zeros(1, 3, 32, 32))
@@ -158,7 +158,7 @@ def smooth(
     """
     model = built(model)
     _check_plain(model)
-    Smooth(kernel, prob, tau, growing)  # which checks the settings, before any work
+    Smooth(kernel, prob, tau, growing)  # check the settings before any work
     with seeded(0):
         example = example_for(model, example)
         run = Run(model, example)
@@ -227,11 +227,11 @@ def head(
     example: Input | None = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """A copy of `model` with another classifier head, as compared in appendix C.1.
+    """Return a copy of `model` with another classifier head, as compared in appendix C.1.
 
-    `"gap"`, `"max"` and `"median"` pool each map to its mean, maximum or median, and have one linear layer; `"mlp"`
-    pools to 7 x 7 points, as VGG does, flattens them and has two `hidden` layers with ReLU and `dropout`. Linear layers
-    keep their weights where their shapes are the same, and are drawn anew elsewhere.
+    `"gap"`, `"max"` and `"median"` pool each map to its mean, maximum or median, followed by one linear layer. `"mlp"`
+    pools to 7 x 7 points as in VGG, flattens, and has two `hidden` layers with ReLU and `dropout`. Linear layers
+    keep their weights if their shapes are the same, and are initialised otherwise.
 
     The model's own head must be a pooling layer, a flattening and either one linear layer or an `nn.Sequential`
     that ends with several.
@@ -255,7 +255,7 @@ def head(
     pooling, linears = _head(run)
     with seeded(seed):
         classifier = _classifier(kind, pooling, linears, hidden, dropout)
-    if kind == "mlp" and isinstance(pooling.module, nn.MaxPool2d):  # VGG's last, which is no part of its head
+    if kind == "mlp" and isinstance(pooling.module, nn.MaxPool2d):  # VGG's last pooling, not part of its head
         swapped = after(model, {pooling.name: nn.AdaptiveAvgPool2d(7)}, name="avgpool", example=example)
     else:
         new: dict[str, nn.Module] = {"max": nn.AdaptiveMaxPool2d(1), "median": MedianPool()}
@@ -267,7 +267,7 @@ def head(
 
 
 def _head(run: Run) -> tuple[Step, list[Step]]:
-    """The last pooling layer and the linear layers after it."""
+    """Return the last pooling layer and the linear layers after it."""
     poolings = [i for i, seen in enumerate(run.layers) if seen.downsamples or isinstance(seen.module, GLOBAL)]
     last = max((i for i in poolings if run.layers[i].pools), default=None)
     rest = [] if last is None else run.layers[last + 1 :]
@@ -293,7 +293,7 @@ def _head(run: Run) -> tuple[Step, list[Step]]:
 
 
 def _classifier(kind: str, pooling: Step, linears: list[Step], hidden: int, dropout: float) -> nn.Module:
-    """One linear layer, or VGG's three."""
+    """Build one linear layer, or VGG's three."""
     old: list[Any] = [seen.module for seen in linears]
     channels, classes = pooling.input.shape[1], old[-1].out_features
     widths = (49 * channels, hidden, hidden, classes) if kind == "mlp" else (channels, classes)
@@ -307,7 +307,7 @@ def _classifier(kind: str, pooling: Step, linears: list[Step], hidden: int, drop
 
 
 def _with_classifier(model: nn.Module, linears: list[str], classifier: nn.Module) -> nn.Module:
-    """A copy with the classifier in the place of the first linear layer, without what follows up to the last."""
+    """Replace the first linear layer by the classifier and remove the layers after it, up to the last linear one."""
     swapped = replace(model, {linears[0]: classifier})
     path, _, first = linears[0].rpartition(".")
     parent = swapped.get_submodule(path)

@@ -1,13 +1,13 @@
 """Snapshots of one training run: cyclic learning rates, and cyclic stochastic-gradient MCMC.
 
-Huang et al., *Snapshot ensembles: train 1, get M for free*, 2017, let the learning rate fall from alpha_0 to 0 along
-a cosine, M times in T steps, and keep the network at the end of each cycle:
+Huang et al., *Snapshot ensembles: train 1, get M for free*, 2017: the learning rate falls from alpha_0 to 0 along
+a cosine, M times in T steps, and the network is kept at the end of each cycle:
 
     alpha(t) = alpha_0 / 2 (cos(pi r(t)) + 1),    r(t) = mod(t, T/M) / (T/M).
 
-Zhang et al., *Cyclical stochastic gradient MCMC for Bayesian deep learning*, 2020, add noise in the last part of each
-cycle, where r(t) >= beta, and keep samples from it. For a loss that is the mean over N examples, with temperature tau
-and momentum m (0 for Langevin dynamics, above it for Hamiltonian),
+Zhang et al., *Cyclical stochastic gradient MCMC for Bayesian deep learning*, 2020: add noise in the last part of each
+cycle, where r(t) >= beta, and keep samples from there. For a loss that is the mean over N examples, with temperature
+tau and momentum m (0 for Langevin dynamics, positive for Hamiltonian), the update
 
     v <- m v - alpha grad + sqrt(2 (1 - m) alpha tau / N) eps,    theta <- theta + v,
 
@@ -37,7 +37,7 @@ from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
 
 class CosineCycles(LRScheduler):
-    """A learning rate that falls along a cosine from the optimizer's own to 0, `cycles` times in `steps` steps."""
+    """Learning rate that falls along a cosine from the optimizer's rate to 0, `cycles` times in `steps` steps."""
 
     def __init__(self, optimizer: Optimizer, steps: int, cycles: int) -> None:
         self.steps, self.cycles = steps, cycles
@@ -45,22 +45,22 @@ class CosineCycles(LRScheduler):
 
     @property
     def phase(self) -> float:
-        """How much of the current cycle is over, from 0 to below 1."""
+        """Fraction of the current cycle that is over, from 0 to below 1."""
         return self.last_epoch * self.cycles % self.steps / self.steps
 
     @property
     def cycle_ended(self) -> bool:
-        """Whether the last step was a cycle's last: the time to record."""
+        """True if the last step ended a cycle: the time to record."""
         done = self.last_epoch * self.cycles
         return done // self.steps > (done - self.cycles) // self.steps
 
     def get_lr(self) -> list[float | Tensor]:
-        """Each group's learning rate, for the step to come."""
+        """Return each group's learning rate for the next step."""
         return [base * 0.5 * (1 + math.cos(math.pi * self.phase)) for base in self.base_lrs]
 
 
 def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
-    """A schedule for snapshots: `steps` in all, in `cycles` cycles.
+    """Return a schedule for snapshots, with `steps` steps in `cycles` cycles.
 
         recorder = mt.Recorder(model, keep=5)
         schedule = mt.cyclic_lr(optimizer, steps=epochs * len(loader), cycles=5)
@@ -90,9 +90,9 @@ def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
 
 
 def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str | None = None) -> Members:
-    """A multitude whose members are the recorded snapshots of a network, each with its own buffers.
+    """Return members that are the recorded snapshots of a network, each with its own buffers.
 
-    `checkpoints` are a `Recorder` or a list of state dicts; `model` is left as it was.
+    `checkpoints` is a `Recorder` or a list of state dicts. `model` is not changed.
 
     >>> model = nn.Linear(3, 2)
     >>> recorder = Recorder(model)
@@ -109,7 +109,7 @@ def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str
     def networks() -> Iterator[nn.Module]:
         for state in states:
             network = copied(plain(model))
-            network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
+            network.load_state_dict(state, strict=False)  # entries that are not tensors stay the model's
             yield network
 
     return Members(networks(), len(states)).like(model, task)
@@ -119,9 +119,9 @@ def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str
 
 
 class Langevin(Optimizer):
-    """Gradient steps with noise: Langevin dynamics, or with momentum Hamiltonian. `noisy = False` is plain SGD.
+    """SGD with noise: Langevin dynamics, or Hamiltonian with momentum. `noisy = False` makes it plain SGD.
 
-    The gradient is that of a loss which is the mean over `dataset_size` examples, or over a batch of them.
+    The loss must be the mean over `dataset_size` examples, or over a batch of them.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Langevin(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -170,7 +170,7 @@ class Langevin(Optimizer):
 
 
 class CyclicSgmcmc:
-    """An optimizer, its schedule and its recorder in one: see `cyclic_sgmcmc`."""
+    """Optimizer, schedule and recorder in one: see `cyclic_sgmcmc`."""
 
     def __init__(
         self, model: nn.Module, optimizer: Langevin, steps: int, cycles: int, exploration: float, draws: int
@@ -179,15 +179,15 @@ class CyclicSgmcmc:
         self.schedule = cyclic_lr(optimizer, steps, cycles)
         self.recorder = Recorder(model, keep=cycles * draws)
         shares = [exploration + (1 - exploration) * (i + 1) / draws for i in range(draws)]
-        # Rounded to whole steps, halves up: they are one step apart at least, so none falls on another.
+        # Rounded to whole steps, halves up. They are at least one step apart, so none coincide.
         self._times = {math.floor((c + share) * steps / cycles + 0.5) for c in range(cycles) for share in shares}
 
     def zero_grad(self) -> None:
-        """As an optimizer's."""
+        """Reset all gradients, as an optimizer does."""
         self.optimizer.zero_grad()
 
     def step(self) -> bool:
-        """A step along the gradient, with noise where the cycle is at its sampling; whether a sample was recorded."""
+        """Step along the gradient, with noise in the sampling part of a cycle. Return whether a sample was recorded."""
         self.optimizer.noisy = self.schedule.phase >= self.exploration
         self.optimizer.step()
         self.schedule.step()
@@ -197,7 +197,7 @@ class CyclicSgmcmc:
         return due
 
     def multitude(self) -> Members:
-        """The samples so far, as members."""
+        """Return the samples so far as members."""
         if not self.recorder.count:
             raise ValueError("no sample has been recorded yet: the first comes towards the end of the first cycle")
         return snapshots(self.model, self.recorder)
@@ -216,7 +216,7 @@ def cyclic_sgmcmc(
     exploration: float = 0.9,
     draws: int = 3,
 ) -> CyclicSgmcmc:
-    """A sampler that trains `model`, in place of an optimizer, and gives a multitude of what it has sampled.
+    """Return a sampler that trains `model`, in place of an optimizer, and gives a multitude of its samples.
 
         sampler = mt.cyclic_sgmcmc(model, steps=150 * len(loader), cycles=3, dataset_size=50_000)
         for x, y in batches:
@@ -227,15 +227,15 @@ def cyclic_sgmcmc(
 
     Args:
         model: the network to train; its loss must be a mean over examples.
-        steps: how many steps there will be in all.
+        steps: the total number of steps.
         cycles: how many times the learning rate falls from `lr` to 0.
-        dataset_size: how many training examples there are (N).
+        dataset_size: the number of training examples (N).
         lr: the learning rate at the start of each cycle.
-        momentum: 0 for Langevin dynamics, above it for Hamiltonian.
+        momentum: 0 for Langevin dynamics, positive for Hamiltonian.
         weight_decay: the precision of the normal prior, divided by N.
         temperature: 1 samples from the posterior, less from a sharper distribution.
         exploration: the share of each cycle that runs without noise (beta).
-        draws: how many networks to record in each cycle, evenly spread over the rest of it.
+        draws: the number of networks to record in each cycle, evenly spread over the rest of it.
 
     >>> model = nn.Linear(3, 2)
     >>> sampler = cyclic_sgmcmc(model, steps=100, cycles=2, dataset_size=20)

@@ -1,16 +1,16 @@
-"""Subspaces: weights drawn around a solution, or along the way to it.
+"""Subspaces: weights drawn around a solution, or along the path to it.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, draw weights around an optimum
 theta_0, the last checkpoint, or from the last checkpoints theta_1, ..., theta_K, in four ways:
 
     random      theta_0 + 10 u v                    u uniform in [0, 1), v a random direction of length 1
     dropout     theta_0 * mask / (1 - p)            each weight zero with probability p
-    diagonal    mean + std * eps                    the checkpoints' mean and standard deviation, weight by weight
+    diagonal    mean + std * eps                    mean and standard deviation of the checkpoints, per weight
     low_rank    mean + sum_i z_i v_i                v_1, ..., v_k the checkpoints' principal directions, of length 1
 
 Izmailov et al., *Averaging weights leads to wider optima and better generalization*, 2018, take the mean (SWA).
 Maddox et al., *A simple baseline for Bayesian uncertainty in deep learning*, 2019, draw from a Gaussian around it
-(SWAG), where column i of D is theta_i minus the mean of the checkpoints up to the i-th:
+(SWAG). Column i of D is theta_i minus the mean of the checkpoints up to the i-th:
 
     mean + sqrt(scale) (sqrt(var) eps_1 + D eps_2 / sqrt(K - 1)).
 """
@@ -57,9 +57,9 @@ KINDS = ("random", "dropout", "diagonal", "low_rank")
 class Around(Stochastic, Sharing):
     """A network that runs with weights drawn around its own, by `drawn`.
 
-    It shares the registries of its `network`, whose own weights are the centre and the expectation; what
-    else the draws need are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat
-    vector, in the order of `named_parameters()`. A gradient goes to the centre.
+    It shares the registries of its `network`, whose weights are the centre and the expectation. Further tensors for the
+    draws are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat vector, in the order
+    of `named_parameters()`. Gradients go to the centre.
     """
 
     noise = "network"
@@ -68,7 +68,7 @@ class Around(Stochastic, Sharing):
         "data": "the data on which each draw recomputes batch-norm statistics cannot be saved: save mt.freeze(net, "
         "draws=...), whose networks have their statistics"
     }
-    """Why a file cannot hold a setting."""
+    """Settings that cannot be saved, with the reason."""
     network: nn.Module
 
     def __init__(self, network: nn.Module) -> None:
@@ -76,11 +76,11 @@ class Around(Stochastic, Sharing):
         self.data: Batches | None = None
         self.floor: float | None = None
         self.tries = 5
-        # Networks that are fused must be alike in their settings, used or unused, and `network` is not looked into.
+        # `fuse` compares settings, used or not, but does not look into `network`, so copy its settings here.
         self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
 
     def drawn(self, theta: Tensor) -> Tensor:
-        """A draw `[P]` of weights around `theta`."""
+        """Draw weights `[P]` around `theta`."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -88,9 +88,9 @@ class Around(Stochastic, Sharing):
         return call_with(self.network, self.draw_state(), kwargs or args)
 
     def draw_state(self) -> State:
-        """The weights of one draw, by name, and where there is data, the batch-norm statistics that go with them.
+        """Return the weights of one draw by name, with their batch-norm statistics if there is data.
 
-        With a floor, weights of lower accuracy are rejected. Where all tries are, nothing is drawn: the centre stays.
+        With a floor, weights of lower accuracy are rejected. If all tries fail, the draw is the centre.
         """
         if self.expects:
             return {}
@@ -112,7 +112,7 @@ class Around(Stochastic, Sharing):
 
     @torch.no_grad()
     def fold(self) -> nn.Module:
-        """A copy of the plain network with the tensors of one draw."""
+        """Return a copy of the plain network with the tensors of one draw."""
         with evaluating(self):
             state = self.draw_state()
         own = {name: buffer for name, buffer in self._buffers.items() if name.startswith("trajectory_")}
@@ -124,14 +124,14 @@ class Around(Stochastic, Sharing):
         return network
 
     def reset_parameters(self) -> None:
-        """Fresh weights have no trajectory."""
+        """Raise: fresh weights have no trajectory."""
         raise ValueError(
             "weights that are drawn around a trajectory cannot be initialised anew: fuse multitudes of their own "
             "trajectories, or pass init='pretrained'"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Its own settings never clash with the network's names."""
+        """Set settings on this object, so that they never clash with the network's names."""
         if isinstance(value, (Tensor, nn.Module)):
             super().__setattr__(name, value)
         else:
@@ -139,7 +139,7 @@ class Around(Stochastic, Sharing):
 
 
 class GaussianAround(Around):
-    """`theta + std * eps_1 + F^T eps_2`, with `std [P]` and `F [K, P]`, either of them None for nothing."""
+    """`theta + std * eps_1 + F^T eps_2`, with `std [P]` and `F [K, P]`; None omits a term."""
 
     trajectory_std: Tensor | None
     trajectory_factor: Tensor | None
@@ -174,7 +174,7 @@ class RandomAround(Around):
 
 
 class DropoutAround(Around):
-    """Each weight zero with probability p, or else divided by 1 - p; p itself drawn from a range, for each draw."""
+    """Zero each weight with probability p, divide the rest by 1 - p; each draw takes its p from a range."""
 
     def __init__(self, network: nn.Module, low: float, high: float) -> None:
         super().__init__(network)
@@ -192,15 +192,15 @@ def _setting(key: str, value: Any) -> bool:
 
 
 class Subspace(Multitude):
-    """One network, each of whose draws has weights of its own."""
+    """One network with its own weights in each draw."""
 
     network: Around
 
     def networks(self, draws: int | None = None, seed: int | None = None) -> Members:
-        """The networks that `draws` draws use, as members that stay.
+        """Return the networks of `draws` draws as fixed members.
 
-        A multitude that recomputes batch-norm statistics does so for every draw of every batch that it predicts.
-        These have them once and for all. With the same seed, the predictions are the same.
+        A subspace that recomputes batch-norm statistics does so for every draw of every predicted batch; the members
+        have them once and for all. With the same seed, the predictions are the same.
         """
         draws = self.draws if draws is None else draws
         check_count("draws", draws)
@@ -233,24 +233,23 @@ def subspace(
     tries: int = 5,
     task: str | None = None,
 ) -> Subspace | Members:
-    """A network whose weights are drawn from a subspace around a solution; `model` is left as it was.
+    """Draw a network's weights from a subspace around a solution. `model` is not changed.
 
     Args:
-        model: the network, or `Members` that were trained together, each of which then gets its own subspace.
+        model: the network, or `Members` that were trained together, each of which gets its own subspace.
         kind: `"random"` or `"dropout"`, around the last checkpoint; `"diagonal"` or `"low_rank"`, around the mean.
-        checkpoints: a `Recorder`, of which those that it keeps are used, or a list of state dicts. Without them,
-            `random` and `dropout` are around the model's own weights.
-        rank: how many principal directions `low_rank` has, fewer than there are checkpoints.
-        p: with which probability `dropout` zeroes a weight; a pair is a range, from which each draw takes its own.
-        scale: how far `random` goes at most, 10 by default; the factor of the Gaussians' deviations, 1 by default.
-            As the directions of `low_rank` have length 1, whatever the spread of the checkpoints, a small network
+        checkpoints: a `Recorder`, whose kept checkpoints are used, or a list of state dicts. If None,
+            `random` and `dropout` use the model's own weights.
+        rank: the number of principal directions for `low_rank`, less than the number of checkpoints.
+        p: the probability that `dropout` zeroes a weight; a pair is a range, from which each draw takes its own.
+        scale: the maximum distance for `random`, 10 by default; the factor of the Gaussians' deviations, 1 by default.
+            The directions of `low_rank` have length 1 for any spread of the checkpoints, so a small network
             may need much less.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. Where the network has batch norm, each draw
-            recomputes its statistics on them, which is a pass over all of them for each draw (`networks` does it
-            once); without data, all draws have the centre's own. It is no part of the state dict, and networks that
-            are fused use the first one's.
-        floor: reject weights that classify less than this share of `data` right: a pass over it for each try.
-        tries: how often to draw again. Where all are rejected, the draw is the centre, and a warning says so.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. If the network has batch norm, each draw
+            recomputes its statistics in one pass over them (`networks` does it once); without data, all draws
+            use the centre's. It is not in the state dict, and fused networks use the first one's.
+        floor: reject weights with a lower accuracy on `data`, which takes a pass over it for each try.
+        tries: the maximum number of tries. If all are rejected, the draw is the centre, with a warning.
 
     >>> model = nn.Linear(3, 2)
     >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
@@ -296,10 +295,10 @@ def subspace(
 def swa(
     model: nn.Module | Factory, checkpoints: Checkpoints, *, data: Any = None, task: str | None = None
 ) -> Multitude:
-    """The average of a network's weights along its way: a multitude of one member, which draws nothing.
+    """Average a network's weights along its path; the result has one member and draws nothing.
 
-    `swa(...).member(0)` is the plain network. Of a `Recorder`, all that it has seen is averaged. Batch-norm
-    statistics are recomputed on `data` (see `subspace`), or without it, averaged like the weights.
+    `swa(...).member(0)` is the plain network. With a `Recorder`, all recorded checkpoints are averaged, kept or not.
+    Batch-norm statistics are recomputed on `data` (see `subspace`); without it, they are averaged like the weights.
 
     >>> model = nn.Linear(3, 2)
     >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(3)]
@@ -326,16 +325,16 @@ def swag(
     data: Any = None,
     task: str | None = None,
 ) -> Subspace | Members:
-    """A network whose weights are drawn from a Gaussian fitted to its way; `model` is left as it was.
+    """Draw a network's weights from a Gaussian fitted to its path. `model` is not changed.
 
     Args:
-        model: the network, or `Members` that were trained together, each of which then gets its own Gaussian.
-        checkpoints: a `Recorder`, or a list of state dicts. The mean and the variance are of all that the recorder
-            has seen; the columns of D are of those that it keeps.
-        rank: how many columns D has, the last ones (K in the paper); by default as many as there are.
-        scale: of the covariance; 0.5 is the paper's formula.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. Where the network has batch norm, each draw
-            recomputes its statistics on them (see `subspace`); without data, all draws have the averages.
+        model: the network, or `Members` that were trained together, each of which gets its own Gaussian.
+        checkpoints: a `Recorder`, or a list of state dicts. Mean and variance are over all recorded checkpoints,
+            kept or not; the columns of D are those of the kept ones.
+        rank: the number of columns of D, the last ones (K in the paper); by default all.
+        scale: factor of the covariance; 0.5 is the paper's formula.
+        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. If the network has batch norm, each draw
+            recomputes its statistics on them (see `subspace`); without data, all draws use the averages.
 
     >>> model = nn.Linear(3, 2)
     >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
@@ -370,7 +369,7 @@ def _converted(
     task: str | None,
     least: int = 1,
 ) -> Any:
-    """A copy of the network, or of each member, converted with its own checkpoints, or else its own weights."""
+    """Convert a copy of the network, or of each member, with its checkpoints, or with its own weights if None."""
     model = built(model)
     if isinstance(model, Members):
         trajectory = Trajectory.of([model.state_dict()] if checkpoints is None else checkpoints, model)
@@ -387,7 +386,7 @@ def _converted(
 
 
 def _load(network: nn.Module, state: State) -> None:
-    network.load_state_dict(state, strict=False)  # what is no tensor stays the model's own
+    network.load_state_dict(state, strict=False)  # entries that are not tensors stay the model's
 
 
 def _finished(network: Around, data: Batches | None, floor: float | None = None, tries: int = 5) -> Subspace:
@@ -404,7 +403,7 @@ def _finished(network: Around, data: Batches | None, floor: float | None = None,
 
 
 def _train(net: Multitude, training: Training, settings: Settings) -> Training:
-    """The rate falls as it would, but stays at a floor: checkpoints that no longer move would all be the same."""
+    """Keep the learning rate above a floor: checkpoints that no longer move would all be the same."""
     floor = settings["floor_rate"]
     check_number("floor_rate", floor, 0, high=1)
     falling = schedule_of(training.get("schedule", "cosine"))
@@ -412,7 +411,7 @@ def _train(net: Multitude, training: Training, settings: Settings) -> Training:
 
 
 def _times(steps: int, settings: Settings) -> list[int]:
-    """Evenly spread over the last `share` of the steps, or in a short training over as many as it takes."""
+    """Spread the checkpoints evenly over the last `share` of the steps, or over more in a short training."""
     count, share = check_count("checkpoints", settings["checkpoints"]), settings["share"]
     check_number("share", share, 0, high=1, above=True)
     if steps < count:
@@ -430,7 +429,7 @@ def _subspace(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Se
 
 
 def _settled(net: Multitude, seed: int) -> Multitude:
-    """With batch norm, draws that stay: their statistics take a pass over the data, and are not in a state dict."""
+    """Fix the draws if there is batch norm: statistics take a pass over the data, and are not in a state dict."""
     return net.networks(seed=seed) if isinstance(net, Subspace) and norms(net.network) else net
 
 

@@ -1,8 +1,8 @@
-"""TabM: many perceptrons for a table in one, by BatchEnsemble.
+"""TabM: many perceptrons for a table in one network, by BatchEnsemble.
 
 Gorishniy, Kotelnikov and Babenko, *TabM: advancing tabular deep learning with parameter-efficient ensembling*, 2025.
-The members share all weights but for factors, of which only the first layer's inputs' are random in the beginning, and
-their output layers. Each learns from the loss of its own prediction, and what they share keeps them from overfitting.
+The members share all weights except their output layers and factors. Only the factors on the first layer's inputs start
+random. Each member learns from the loss of its own prediction; the shared weights keep it from overfitting.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def tabm(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """A network for tables, `mt.models.tabular` as a rule, as one of many members (Gorishniy et al., 2025).
+    """Convert a network for tables, usually `mt.models.tabular`, to one of many members (Gorishniy et al., 2025).
 
-    `variant="tabm"` gives each layer factors and biases for each member, "mini" the first layer's inputs alone, and
-    "packed" each member all weights of its own but for the embeddings; each member has an output layer of its own in
-    all three. `rows` is as of `batch_ensemble`. Of a network of another class, its output layers are found by running
-    it on `example`.
+    `variant="tabm"` gives each layer factors and biases for each member; "mini" gives factors to the first layer's
+    inputs only; "packed" gives each member all weights except the embeddings. In all three, each member has its own
+    output layer. `rows` is as in `batch_ensemble`. The output layers of other networks are found by running
+    them on `example`.
 
     >>> from multitudes.models import tabular
     >>> net = tabm(tabular(8, 1, hidden=(64, 64)))
@@ -58,7 +58,7 @@ def tabm(
     return batch_ensemble(
         model,
         members,
-        # Signs leave numbers as large as they are; an embedding may be more or less important to a member.
+        # Signs keep the size of numbers; normal factors let an embedding be more or less important to a member.
         factors="normal" if getattr(network, "embedding", None) is not None else "sign",
         spread=1.0,
         center=0.0,

@@ -1,12 +1,12 @@
-"""Temporal smoothing: recent predictions of a stream, averaged.
+"""Temporal smoothing: the average of recent predictions of a stream.
 
 Park et al., *Vector quantized Bayesian neural network inference for data streams*, 2021, as used by Park and Kim,
 *Blurs behave like ensembles*, 2022. Neighbouring frames of a stream show nearly the same thing, so past predictions
-are an ensemble that has been paid for already:
+are an ensemble at no extra cost:
 
     p(y | x_0) = sum_a w_a p(y | x_a),   w_a = exp(-decay * a) / sum_b exp(-decay * b),
 
-where `x_a` is the frame of a steps ago.
+where `x_a` is the frame `a` steps ago.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from multitudes.core.tasks.predictive import Predictive
 
 
 class Stream(PredictorModule):
-    """A network that watches: the prediction for each frame is averaged with those for the frames before it.
+    """A network for a stream of frames: each prediction is averaged with those for the frames before.
 
-    `stream(frame)`, of B streams side by side `[B, ...]`, gives a `Predictive` with the weighted average as its one
-    member. Only `frames` averaged predictions are held; `reset` forgets them, for the next stream.
+    `stream(frame)`, for B parallel streams `[B, ...]`, returns a `Predictive` with the weighted average as its one
+    member. Only `frames` predictions are stored; call `reset` before the next stream.
     """
 
     def __init__(self, net: Predictor, frames: int, decay: float) -> None:
@@ -39,7 +39,7 @@ class Stream(PredictorModule):
         self._recent: deque[Tensor] = deque(maxlen=frames)
 
     def forward(self, frame: Input, task: str | None = None, **options: Any) -> Predictive:
-        """The next frame; `options` are those of the network's own `predict`."""
+        """Predict the next frame; `options` are those of the network's own `predict`."""
         if task is not None:
             options["task"] = task
         answer = predicted(self.net, frame, **options)
@@ -55,18 +55,18 @@ class Stream(PredictorModule):
         joined = answer.reading.averaged(torch.stack(list(self._recent)), weights).unsqueeze(0)
         return replace(answer, predictions=joined, draws=None, calibration=None)
 
-    predict = forward  # so that `mt.predict(stream, frames)` goes through a whole stream
+    predict = forward  # `mt.predict(stream, frames)` runs a whole stream
 
     def reset(self) -> None:
-        """Forget the frames seen so far."""
+        """Forget all frames so far."""
         self._recent.clear()
 
     def __len__(self) -> int:
-        """How many frames are remembered."""
+        """Return the number of stored frames."""
         return len(self._recent)
 
     def __bool__(self) -> bool:
-        """True, as any network is, also before its first frame."""
+        """Return True, as for any network, also before the first frame."""
         return True
 
     def extra_repr(self) -> str:
@@ -74,11 +74,11 @@ class Stream(PredictorModule):
 
 
 def temporal(net: nn.Module, frames: int = 5, decay: float = 0.8) -> Stream:
-    """A stream of predictions of `net`, each averaged with those for the `frames - 1` frames before it.
+    """Return a stream of predictions of `net`, each averaged with those for the `frames - 1` frames before.
 
     A frame's weight falls by `exp(-decay)` with each step into the past. `net` may be any multitude, calibrated or
-    not, or a plain network; it is not copied. Of a calibrated one, calibrated probabilities are averaged; its sets
-    are not, whose guarantee is for one frame.
+    not, or a plain network; it is not copied. With a calibrated one, calibrated probabilities are averaged. Its
+    prediction sets are not, as their guarantee is for one frame.
 
     >>> stream = temporal(nn.Linear(3, 2), frames=5, decay=0.8)
     >>> stream(torch.ones(1, 3)).probs.shape, len(stream)

@@ -1,10 +1,10 @@
-"""Numbers about predictions: each as a plain function of one batch, and as a `torchmetrics.Metric` that streams.
+"""Metrics of predictions, each as a function of one batch and as a streaming `torchmetrics.Metric`.
 
-Imports core and, for weights along a training, `training.recorder`. A metric is one declaration (see `declare.py`) in a
-module of this folder, old or new. The modules are found, and so `evaluate`, leaderboards and reports have the metric.
-A module's `__all__` has what it offers beside its metrics.
+Imports `core` and, for weights during training, `training.recorder`. A metric is one declaration (see `declare.py`) in
+a module of this folder. The modules are discovered, so `evaluate`, leaderboards and reports include every metric.
+A module's `__all__` lists its public names besides the metrics.
 
-`UNCERTAINTIES` are functions of `uncertainties.py` by name; `disagreement` here is the mean over all rows.
+`UNCERTAINTIES` maps names to the functions of `uncertainties.py`; `disagreement` here is the mean over all rows.
 """
 
 from typing import Any
@@ -16,5 +16,5 @@ globals().update(_offered)
 __all__ = sorted(_offered)
 
 
-def __getattr__(name: str) -> Any:  # by which a type checker knows that there are more names than it sees
+def __getattr__(name: str) -> Any:  # for type checkers: there are more names than they find
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What an ensemble gains from the diversity of its members: `mean member loss = ensemble loss + diversity`, exactly.
+"""Gain of an ensemble from the diversity of its members: `mean member loss = ensemble loss + diversity`, exactly.
 
 Krogh & Vedelsby, *Neural Network Ensembles, Cross Validation, and Active Learning*, 1995, for squared errors; Wood et
 al., *A Unified Theory of Diversity in Ensemble Learning*, 2023, for other losses.
@@ -20,7 +20,7 @@ __all__ = ["Ambiguity"]
 
 
 class Ambiguity(NamedTuple):
-    """`member = ensemble + diversity`: the members' mean loss, that of their mean prediction, and the gain."""
+    """`member = ensemble + diversity`: the members' mean loss, the loss of the mean prediction, and the gain."""
 
     member: Tensor
     ensemble: Tensor
@@ -34,10 +34,10 @@ def _parts(sums: Tensor) -> Ambiguity:
 
 @metric("AmbiguityNLL", _parts, better=NEITHER, shape=(4,))
 def ambiguity_nll(rows: Rows) -> Tensor:
-    """The NLL of the mean probabilities `m` as that of the members minus their diversity.
+    """Split the members' mean NLL into the NLL of the mean probabilities `m` and the members' diversity.
 
-    `mean_s -log p_s(y) = -log m(y) + mean_s log(m(y) / p_s(y))`. Where every member has ruled the true class out, the
-    losses are infinite, and the diversity NaN. Of calibrated predictions, m is the mean before calibration.
+    `mean_s -log p_s(y) = -log m(y) + mean_s log(m(y) / p_s(y))`. If all members give the true class probability 0, the
+    losses are infinite and the diversity is NaN. For calibrated predictions, m is the mean before calibration.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.tensor([[[0.5, 0.5]], [[0.125, 0.875]]]).log())
@@ -53,7 +53,7 @@ def ambiguity_nll(rows: Rows) -> Tensor:
 
 
 def _read_members(prediction: Forecast, target: Tensor | None = None) -> Forecasts:
-    """`read_forecasts` of a `Predictive` of regression or gaussian."""
+    """Read a regression or gaussian `Predictive` with `read_forecasts`."""
     if isinstance(prediction, Tensor):
         raise ValueError("prediction must be a Predictive, since ambiguity_mse looks at each member, got only means")
     return read_forecasts(prediction, target)
@@ -61,10 +61,10 @@ def _read_members(prediction: Forecast, target: Tensor | None = None) -> Forecas
 
 @metric("AmbiguityMSE", _parts, better=NEITHER, kind=Kind("regression by members", _read_members), shape=(4,))
 def ambiguity_mse(forecasts: Forecasts) -> Tensor:
-    """How the squared error of the members' mean `m` follows from theirs and their diversity, mean over all values.
+    """Split the members' mean squared error into that of their mean `m` and their diversity; means over all values.
 
-    `mean_s (f_s - y)^2 = (m - y)^2 + mean_s (f_s - m)^2`, of a `Predictive` of regression, `[S, B]` or
-    `[S, B, D, ...]`, or of mean and variance heads, whose variances are left aside; `target` is `[B]` or `[B, D, ...]`.
+    `mean_s (f_s - y)^2 = (m - y)^2 + mean_s (f_s - m)^2`. The `Predictive` is of regression, `[S, B]` or
+    `[S, B, D, ...]`, or of mean and variance heads, whose variances are ignored; `target` is `[B]` or `[B, D, ...]`.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")

@@ -1,14 +1,14 @@
 """Calibration errors: ECE and MCE, adaptive and classwise ECE, reliability diagrams.
 
-Bins `(k/bins, (k+1)/bins]` of confidence are closed on the right, and 0 belongs to the first. For a bin `B_k` of all n
-rows, `acc(B_k)` is the share that is right, `conf(B_k)` the mean confidence, and (Guo et al., *On Calibration of Modern
-Neural Networks*, 2017)
+Bins `(k/bins, (k+1)/bins]` of confidence are closed on the right, and 0 belongs to the first. For a bin `B_k` of n
+rows in total, `acc(B_k)` is the share that is correct and `conf(B_k)` the mean confidence (Guo et al., *On Calibration
+of Modern Neural Networks*, 2017):
 
     ECE = sum_k |B_k| / n |acc(B_k) - conf(B_k)|,    MCE = max_k |acc(B_k) - conf(B_k)|.
 
-`min_count` drops bins with fewer rows, but n stays the number of all rows, so that the ECE never rises. Chang et al.
-(*Ensemble Model Patching*, appendix D.2) use `bins=20, min_count=6`. If no bin is left, the result is NaN.
-torchmetrics closes bins on the left, gives confidence 1 a bin of its own, and keeps every confidence.
+`min_count` drops bins with fewer rows, but n remains the number of all rows, so dropping never raises the ECE. Chang et
+al. (*Ensemble Model Patching*, appendix D.2) use `bins=20, min_count=6`. If no bin is left, the result is NaN.
+torchmetrics closes bins on the left, has a separate bin for confidence 1, and stores every confidence.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ __all__ = ["Reliability"]
 
 
 def bin_edges(bins: int) -> Tensor:
-    """The edges `0, 1/bins, ..., 1`, `[bins + 1]`, in float64."""
+    """Return the edges `0, 1/bins, ..., 1`, `[bins + 1]`, in float64."""
     return torch.arange(bins + 1, dtype=torch.float64) / bins
 
 
 def _bin_of(values: Tensor, bins: int) -> Tensor:
-    """The number of the right-closed bin that each value in [0, 1] falls in, in the shape of `values`."""
-    # Edges are rounded as the values are: 0.2 in float32 is more than 0.2 in float64, but on the edge all the same.
+    """Return the index of the right-closed bin of each value in [0, 1], in the shape of `values`."""
+    # Round edges to the dtype of the values: 0.2 in float32 is more than 0.2 in float64, but still on the edge.
     return torch.bucketize(values, bin_edges(bins)[1:-1].to(values))
 
 
 def _sums(index: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Rows `[N]` with their bins -> counts, sums of `correct` and sums of `confidence`, `[3, bins]`."""
+    """Rows `[N]` with their bins -> counts, sums of `correct`, and sums of `confidence`, `[3, bins]`."""
     values = torch.stack([torch.ones_like(confidence), correct.to(confidence), confidence]).double()
     return values.new_zeros(3, bins).scatter_add_(1, index.expand(3, -1), values)
 
 
 def _binned(rows: Rows, bins: int) -> Tensor:
-    """Rows -> for each bin of confidence: count, number right and sum of confidences, `[3, bins]`."""
+    """Rows -> count, number correct, and sum of confidences of each bin, `[3, bins]`."""
     return _sums(_bin_of(rows.confidence, bins), rows.confidence, rows.correct, bins)
 
 
 def _gaps(sums: Tensor) -> Tensor:
-    """`|acc - conf|` of every bin, from sums `[3, ..., bins]`; NaN for empty bins."""
+    """Return `|acc - conf|` of every bin from sums `[3, ..., bins]`; NaN for empty bins."""
     count, correct, confidence = sums
     return (correct - confidence).abs() / count
 
@@ -72,7 +72,7 @@ def _maximum(sums: Tensor, min_count: Count = 1) -> Tensor:
 
 @metric("ECE", _expected, better=LOWER, shape=(3, "bins"), group="calibration", shifted=True)
 def ece(rows: Rows, bins: Count = 15) -> Tensor:
-    """Expected calibration error of `[B, C, ...]`: the mean distance of confidence and accuracy within bins.
+    """Expected calibration error of `[B, C, ...]`: mean gap between confidence and accuracy within bins.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
     >>> round(float(ece(p, torch.tensor([0, 0, 1, 0]))), 4)  # (2 |1 - 0.9| + 2 |0.5 - 0.6|) / 4
@@ -83,7 +83,7 @@ def ece(rows: Rows, bins: Count = 15) -> Tensor:
 
 @metric("MCE", _maximum, better=LOWER, shape=(3, "bins"), group="calibration")
 def mce(rows: Rows, bins: Count = 15) -> Tensor:
-    """Maximum calibration error of `[B, C, ...]`: the largest distance of confidence and accuracy in any bin.
+    """Maximum calibration error of `[B, C, ...]`: largest gap between confidence and accuracy in any bin.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
     >>> round(float(mce(p, torch.tensor([0, 0, 0]))), 4), round(float(mce(p, torch.tensor([0, 0, 0]), min_count=2)), 4)
@@ -98,7 +98,7 @@ def mce(rows: Rows, bins: Count = 15) -> Tensor:
 class Reliability:
     """Data of a reliability diagram: `edges [bins + 1]`; `count`, `accuracy` and `confidence [bins]`, NaN if empty."""
 
-    # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single bin.
+    # Not a dataclass: torchmetrics would squeeze its fields if there is one bin.
     def __init__(self, edges: Tensor, count: Tensor, accuracy: Tensor, confidence: Tensor) -> None:
         self.edges = edges
         self.count = count
@@ -117,7 +117,7 @@ class Reliability:
 
 
 def _diagram(sums: Tensor) -> Reliability:
-    """Sums `[3, bins]` -> the data of the diagram."""
+    """Sums `[3, bins]` -> data of the diagram."""
     count, correct, confidence = sums
     edges = bin_edges(sums.shape[1]).to(sums.device)
     return Reliability(edges, count.long(), correct / count, confidence / count)
@@ -156,17 +156,17 @@ def overconfidence(rows: Rows) -> Tensor:
 
 
 def _classwise(sums: Tensor) -> Tensor:
-    """Sums `[3, C, bins]` -> the mean over classes of each one's ECE, a float64 scalar; NaN without rows."""
+    """Sums `[3, C, bins]` -> mean over classes of the ECE, a float64 scalar; NaN without rows."""
     count, correct, confidence = sums
     return ((correct - confidence).abs().sum(1) / count.sum(1)).mean()
 
 
 @metric("ClasswiseECE", _classwise, better=LOWER, kind=BY_CLASS, shape=(3, "classes", "bins"), group="calibration")
 def classwise_ece(rows: Rows, bins: Count = 15) -> Tensor:
-    """The mean over classes of the ECE of "is it class c?", asked of every row of `[B, C, ...]`.
+    """Mean over classes c of the ECE of the predictions "class c or not" on `[B, C, ...]`.
 
     `1/C sum_c sum_k |B_kc| / n |share of y = c in B_kc - mean p_c in B_kc|`, with the bins `B_kc` of `p_c`
-    (Kull et al., *Beyond Temperature Scaling*, 2019); all probabilities count, not only the largest.
+    (Kull et al., *Beyond Temperature Scaling*, 2019). It uses all probabilities, not only the largest.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
     >>> round(float(classwise_ece(p, torch.tensor([0, 0, 1, 0]))), 4)
@@ -186,11 +186,11 @@ def classwise_ece(rows: Rows, bins: Count = 15) -> Tensor:
 
 
 def _adaptive(pairs: Tensor, bins: Count = 15) -> Tensor:
-    """Confidence and correctness of all rows, `[N, 2]` -> the error, a float64 scalar; NaN without rows."""
+    """Confidence and correctness of all rows, `[N, 2]` -> ECE, a float64 scalar; NaN without rows."""
     confidence, correct = pairs.T.contiguous()
     if not len(pairs):
         return pairs.new_tensor(torch.nan, dtype=torch.float64)
-    # The k-th edge is the ceil(k n / bins)-th smallest confidence: bins differ by one row at most, but for ties.
+    # The k-th edge is the ceil(k n / bins)-th smallest confidence: without ties, bins differ by at most one row.
     last = -(-torch.arange(1, bins, device=pairs.device) * len(pairs) // bins) - 1
     index = torch.bucketize(confidence, confidence.sort().values[last])
     return _expected(_sums(index, confidence, correct, bins))
@@ -200,8 +200,8 @@ def _adaptive(pairs: Tensor, bins: Count = 15) -> Tensor:
 def adaptive_ece(rows: Rows) -> Tensor:
     """ECE of `[B, C, ...]` with bins of equal mass (Nguyen & O'Connor, 2015; Nixon et al., 2019).
 
-    The edges are the `k/bins` quantiles of the confidences. Equal confidences share a bin, so that the order of rows
-    does not matter; bins may then be uneven, or empty.
+    The edges are the `k/bins` quantiles of the confidences. Equal confidences share a bin, so the order of rows
+    does not matter. Bins may then be uneven or empty.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])
     >>> round(float(adaptive_ece(p, torch.tensor([0, 0, 1, 0]), bins=2)), 4)  # (2 |1 - 0.85| + 2 |0.5 - 0.65|) / 4

@@ -1,19 +1,19 @@
-"""A metric is declared once: `metric` makes its functional form, its torchmetrics class and its place in results.
+"""Declaration of metrics: `metric` makes the function, the torchmetrics class and the entry in results.
 
     @metric("NLL", better=LOWER, group="scores", shifted=True)
     def nll(rows: Rows) -> Tensor:
         '''The mean of `-log p(y)` in nats.'''
         return total_of(-rows.target_log_prob)
 
-The decorated function is the *update*: from a batch that was read and checked to sums, or to a few numbers of each row.
-`compute` goes from those of all batches to the result; by default it is the mean. From this follow
+The decorated function is the *update*: it maps a batch, read and checked, to sums or to a few numbers per row.
+`compute` maps the sums or numbers of all batches to the result; by default it is the mean. The decorator creates
 
-- `nll(prediction, target, ignore)`, the function of one batch: what its kind reads, then the settings;
-- `NLL(ignore)`, the class that streams;
-- the table of `evaluate` (`group`, `shifted`), the order of leaderboards and the arrows of reports (`better`).
+- `nll(prediction, target, ignore)`, the function of one batch: first the kind's inputs, then the settings;
+- `NLL(ignore)`, the streaming class;
+- entries for the table of `evaluate` (`group`, `shifted`), leaderboard order and arrows in reports (`better`).
 
-Settings are the parameters of the update and of `compute` beyond the first, and those of the kind's reader whose type
-has a check, such as `Count`. They are checked when the function is called, or the class is made.
+Settings are all parameters of the update and of `compute` but the first, and those of the kind's reader whose type
+has a check, such as `Count`. They are checked when the function is called or the class is created.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from multitudes.metrics.streaming import StreamingMetric, mean_of
 __all__ = ["METRICS"]
 
 GROUPS = ("scores", "calibration", "selective", "diversity")
-"""The groups of metrics in `evaluate`; which there are depends on the kind of predictions."""
+"""Groups of metrics in `evaluate`; the kind of predictions determines which apply."""
 
 Count = Annotated[int, check_count]
-"""A setting that is a whole number, 1 or more."""
+"""A positive integer setting."""
 
 
 class Better(Enum):
-    """Which scores are better; the value is the arrow beside a score's name."""
+    """Direction of better scores; the value is the arrow printed beside a score's name."""
 
     HIGHER = "↑"
     LOWER = "↓"
     ZERO = "→0"
-    """The nearest to zero, of scores that have a sign."""
+    """Closest to zero is best, for signed scores."""
     NEITHER = ""
-    """The score describes predictions, and does not rank them."""
+    """The score describes predictions but does not rank them."""
 
     def quality(self, score: float) -> float:
-        """A number that is higher the better the score is; always 0 for `NEITHER`.
+        """Return a number that is higher for better scores; always 0 for `NEITHER`.
 
         >>> Better.LOWER.quality(3.0), Better.ZERO.quality(-0.2) < Better.ZERO.quality(0.1)
         (-3.0, True)
@@ -65,34 +65,34 @@ class Better(Enum):
 
 HIGHER, LOWER, ZERO, NEITHER = Better
 RANKS: dict[str, Better] = {}
-"""Which scores are better, by name: that of the function, and that in an evaluation."""
+"""Direction of better scores, by function name and by name in an evaluation."""
 
 
 KINDS: dict[str, Kind] = {}
-"""The kinds of metrics by name, by which tasks list those that apply."""
+"""Kinds of metrics by name; tasks list the kinds that apply to them."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What metrics of one kind are given."""
+    """Input format of a group of metrics."""
 
     name: str
     read: Callable[..., Any]
-    """From a batch to what updates take; parameters whose type has a check are settings."""
+    """Maps a batch to the input of updates. Parameters whose type has a check are settings."""
     allows: Callable[[Predictive, float | None], bool] = lambda p, noise_precision: True
-    """Whether predictions of a task that has such metrics allow them, given the precision of the noise."""
+    """Return whether predictions of a suitable task support these metrics, given the noise precision."""
 
     def __post_init__(self) -> None:
         KINDS[self.name] = self
 
     def fits(self, p: Predictive, noise_precision: float | None) -> bool:
-        """Whether `evaluate` computes such metrics of these predictions."""
+        """Return whether `evaluate` computes these metrics for the predictions."""
         return self.name in p.reading.metrics and self.allows(p, noise_precision)
 
 
 CLASSIFICATION = Kind("classification", read_rows)
 BY_CLASS = Kind("by class", read_rows)
-"""For few classes: a vocabulary has too many to count each."""
+"""For few classes; a vocabulary is too large to count each."""
 SEGMENTATION = Kind("segmentation", read_rows, lambda p, _: len(places(p)) > 1)
 YES_OR_NO = Kind("yes or no", read_rows)
 TOKENS = Kind("tokens", read_rows)
@@ -100,7 +100,7 @@ TARGETLESS = Kind("targetless", read_without_target)
 
 
 def read_batch(p: Predictive, target: Tensor, **settings: Any) -> Any:
-    """Predictions and targets, read and checked once for all metrics of their task, with the reader's own settings."""
+    """Read and check predictions and targets once for all metrics of their task, with the reader's settings."""
     read = KINDS[p.reading.metrics[0]].read
     return read(p, target, **_given(read, settings))
 
@@ -110,12 +110,12 @@ def read_batch(p: Predictive, target: Tensor, **settings: Any) -> Any:
 R = TypeVar("R")
 
 METRICS: dict[str, Declaration[Any]] = {}
-"""The declared metrics, by the name of their function."""
+"""Declared metrics by function name."""
 
 
 @dataclass(eq=False)
 class Declaration(Generic[R]):
-    """All that is known of a metric; it decorates the update, of which it makes the function."""
+    """Declaration of a metric. As a decorator, it turns an update into the metric's function."""
 
     class_name: str
     compute: Callable[..., R] = mean_of  # type: ignore[assignment]
@@ -123,23 +123,23 @@ class Declaration(Generic[R]):
     better: Better
     kind: Kind = CLASSIFICATION
     shape: tuple[int | str, ...] = (2,)
-    """Of the sums; a name is a setting, or one of the class alone, such as the number of `classes`."""
+    """Shape of the sums; a name is a setting, or a size that only the class takes, such as the number of `classes`."""
     kept: int = 0
-    """How many numbers are kept of every row instead of sums; 0 for none."""
+    """Numbers stored per row instead of sums; 0 to store sums."""
     group: str | None = None
-    """One of `GROUPS`; None for what `evaluate` leaves out."""
+    """One of `GROUPS`, or None to leave it out of `evaluate`."""
     score: str = ""
-    """The name in an evaluation; that of the function by default."""
+    """Name in an evaluation; by default that of the function."""
     shifted: bool = False
-    """Whether `evaluate` computes it of corrupted images too."""
+    """True if `evaluate` also computes it on corrupted images."""
     order: Sequence[str] | None = None
-    """The names of the settings in order; None for all, those of the update first and of the reader last."""
+    """Names of the settings in order; by default all, the update's first and the reader's last."""
     name: str = field(init=False)
-    """Of the function; `class_name` is that of the class."""
+    """Name of the function; `class_name` is that of the class."""
     update: Callable[..., Tensor] = field(init=False)
 
     def __call__(self, update: Callable[..., Tensor]) -> Callable[..., R]:
-        """Declare the metric whose update this is; gives the function of one batch, with the update's docstring."""
+        """Register the metric of this update. Return the function of one batch, with the update's docstring."""
         self.update, self.name = update, update.__name__
         self.score = self.score or self.name
         if self.group not in (None, *GROUPS):
@@ -163,33 +163,33 @@ class Declaration(Generic[R]):
 
     @functools.cached_property
     def data(self) -> list[inspect.Parameter]:
-        """The parameters of a batch."""
+        """Parameters of a batch."""
         return [each for each in _parameters(self.kind.read) if not _check(each)]
 
     @functools.cached_property
     def settings(self) -> dict[str, inspect.Parameter]:
-        """The function's parameters beside those of a batch, by name."""
+        """Parameters of the function besides those of a batch, by name."""
         found = {each.name: each for each in [*_parameters(self.update)[1:], *_parameters(self.compute)[1:]]}
         found |= {each.name: each for each in _parameters(self.kind.read) if _check(each)}
         return {name: found[name] for name in self.order or found}
 
     @functools.cached_property
     def class_settings(self) -> dict[str, inspect.Parameter]:
-        """The class's parameters: before the settings, sizes that all processes must know before their first batch."""
+        """Parameters of the class: sizes that all processes need before their first batch, then the settings."""
         sizes = [each for each in self.shape if isinstance(each, str) and each not in self.settings]
         return {name: _parameter(name, Count) for name in sizes} | self.settings
 
     def sums(self, given: Mapping[str, Any]) -> Tensor:
-        """What a batch adds, which is given by name together with the settings."""
+        """Return the update of a batch; `given` holds its arguments and the settings by name."""
         return self.update(self.kind.read(**_given(self.kind.read, given)), **_given(self.update, given))
 
     def result(self, sums: Tensor, settings: Mapping[str, Any]) -> R:
-        """What all batches together give."""
+        """Compute the result from the sums or rows of all batches."""
         return self.compute(sums, **_given(self.compute, settings))
 
     @functools.cached_property
     def streaming(self) -> type[Metric]:
-        """The class that streams."""
+        """The streaming class."""
 
         def update(metric: Any, *args: Any, **kwargs: Any) -> None:
             metric._add_checked(self.sums(metric.settings | _bound(self.data, *args, **kwargs)))
@@ -208,7 +208,7 @@ class Declaration(Generic[R]):
 
 
 class _DeclaredMetric(StreamingMetric):
-    """What the classes of declared metrics share; settings are attributes too."""
+    """Base of the classes of declared metrics; settings are attributes too."""
 
     declaration: ClassVar[Declaration[Any]]
 
@@ -233,7 +233,7 @@ class _DeclaredMetric(StreamingMetric):
         self._add(sums)
 
     def compute(self) -> Any:
-        """The result over all batches so far."""
+        """Compute the result over all batches so far."""
         return self.declaration.result(self._all(), self.settings)
 
 
@@ -242,7 +242,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ranked(better: Better, *scores: str) -> Callable[[F], F]:
-    """Declare which values of a function are better that is no metric of a batch; `scores` are its names in results."""
+    """Declare the better direction of a function that is not a metric of a batch; `scores` are its names in results."""
 
     def declare(function: F) -> F:
         RANKS.update(dict.fromkeys(scores or (function.__name__,), better))
@@ -252,7 +252,7 @@ def ranked(better: Better, *scores: str) -> Callable[[F], F]:
 
 
 def offered(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """What the modules of a folder offer, by name: the metrics that they declare, and the rest of their `__all__`."""
+    """Return the public names of a folder's modules: the metrics that they declare, and their `__all__`."""
     found: dict[str, Any] = {}
     for each in iter_modules(path):
         module = import_module(f"{package}.{each.name}")
@@ -271,25 +271,25 @@ def _parameter(name: str, annotation: Any = Any, kind: Any = inspect.Parameter.P
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function, with their types."""
+    """Return the parameters of a function with their types."""
     hints = get_type_hints(function, include_extras=True)
     found = inspect.signature(function).parameters.values()
     return [each.replace(annotation=hints.get(each.name, Any)) for each in found]
 
 
 def _check(parameter: inspect.Parameter) -> Callable[[str, Any], object] | None:
-    """The check that the parameter's type has."""
+    """Return the check in the parameter's type, if there is one."""
     checks: tuple[Any, ...] = getattr(parameter.annotation, "__metadata__", (None,))
     return checks[0]
 
 
 def _given(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a function takes."""
+    """Select the settings that a function takes."""
     return {each.name: settings[each.name] for each in _parameters(function) if each.name in settings}
 
 
 def _bound(parameters: Sequence[inspect.Parameter], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments by name, checked, with defaults for those that are left out."""
+    """Bind arguments to names, apply defaults, and check them."""
     call = inspect.Signature(parameters).bind(*args, **kwargs)
     call.apply_defaults()
     for each in parameters:
@@ -299,7 +299,7 @@ def _bound(parameters: Sequence[inspect.Parameter], *args: Any, **kwargs: Any) -
 
 
 def _signed(named: Any, parameters: Sequence[inspect.Parameter], result: Any = inspect.Signature.empty) -> Any:
-    """A function or class, with the signature that `help` shows: types without their checks."""
+    """Set the signature that `help` shows: types without their checks. Return the function or class."""
     shown = [
         each.replace(annotation=each.annotation.__origin__ if _check(each) else each.annotation) for each in parameters
     ]

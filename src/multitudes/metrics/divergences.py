@@ -1,7 +1,7 @@
-"""KL and Jensen-Shannon divergences of the members' probabilities, in nats.
+"""KL and Jensen-Shannon divergences between members' probabilities, in nats.
 
 Fort et al., *Deep Ensembles: A Loss Landscape Perspective*, 2019. All are means over rows and over pairs of different
-members; `pairwise_*` are matrices `[S, S]`. A single member has divergences of 0. `target` may be left out.
+members; `pairwise_*` are matrices `[S, S]`. A single member has divergence 0. `target` is optional.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from multitudes.metrics.diversity import over_pairs
 from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import counted
 
-_CHUNK = 2**20  # how many float64 numbers are worked on at a time
+_CHUNK = 2**20  # float64 numbers to process at a time
 
 
 def _log_probs(predictive: Predictive) -> Iterator[Tensor]:
-    """The members' log-probabilities in float64, some rows at a time, `[S, n, C]`."""
+    """Yield the members' log-probabilities in float64, some rows at a time, `[S, n, C]`."""
     members, _, classes = predictive.predictions.shape
     for logits in predictive.predictions.split(max(1, _CHUNK // (members * classes)), 1):
         yield F.log_softmax(logits.double(), 2)
 
 
 def _kl(rows: Rows, metric: str) -> Tensor:
-    """The sums over rows of `KL(p_i || p_j)`, `[S, S]`, for the metric of this name."""
+    """Sum `KL(p_i || p_j)` over rows, `[S, S]`; `metric` names the metric in errors."""
     predictive = rows.members(metric)
     total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
     for log_probs in _log_probs(predictive):
@@ -44,7 +44,7 @@ def _kl(rows: Rows, metric: str) -> Tensor:
 
 
 def _js(rows: Rows, metric: str) -> Tensor:
-    """The sums over rows of the Jensen-Shannon divergences of members, `[S, S]`."""
+    """Sum the Jensen-Shannon divergences between members over rows, `[S, S]`."""
     predictive = rows.members(metric)
     total = rows.probs.new_zeros(predictive.members, predictive.members, dtype=torch.float64)
     for log_probs in _log_probs(predictive):
@@ -59,9 +59,9 @@ def _js(rows: Rows, metric: str) -> Tensor:
 
 @metric("PairwiseKL", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_kl(rows: Rows) -> Tensor:
-    """`KL(p_i || p_j) = sum_c p_ic log(p_ic / p_jc)`, mean over rows, with i down and j across, `[S, S]`.
+    """`KL(p_i || p_j) = sum_c p_ic log(p_ic / p_jc)`, mean over rows, with rows i and columns j, `[S, S]`.
 
-    It is exact also where probabilities underflow, and infinite only where a logit is.
+    It is exact even if probabilities underflow, and infinite only if a logit is.
 
     >>> p = Predictive(torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).log())
     >>> pairwise_kl(p)  # (log 2 + log(2/3)) / 2, and (log(1/2) + 3 log(3/2)) / 4
@@ -73,7 +73,7 @@ def pairwise_kl(rows: Rows) -> Tensor:
 
 @metric("PairwiseJS", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_js(rows: Rows) -> Tensor:
-    """The Jensen-Shannon divergence `H((p_i + p_j) / 2) - (H(p_i) + H(p_j)) / 2`, mean over rows, `[S, S]`.
+    """Jensen-Shannon divergence `H((p_i + p_j) / 2) - (H(p_i) + H(p_j)) / 2`, mean over rows, `[S, S]`.
 
     >>> p = Predictive(torch.tensor([[[0.0, 99.0]], [[99.0, 0.0]]]))
     >>> pairwise_js(p)  # at most log 2
@@ -91,16 +91,16 @@ def kl_divergence(rows: Rows) -> Tensor:
 
 @metric("JSDivergence", better=NEITHER, kind=TARGETLESS)
 def js_divergence(rows: Rows) -> Tensor:
-    """The Jensen-Shannon divergence, mean over rows and pairs of members: see `pairwise_js`."""
+    """Jensen-Shannon divergence, mean over rows and pairs of members: see `pairwise_js`."""
     return counted(over_pairs(_js(rows, "js_divergence")), len(rows))
 
 
 @metric("EnsembleJS", better=NEITHER, kind=TARGETLESS, group="diversity")
 def ensemble_js(rows: Rows) -> Tensor:
-    """`H(mean) - mean H = 1/S sum_s KL(p_s || mean)`, mean over rows: the JS divergence of all members together.
+    """`H(mean) - mean H = 1/S sum_s KL(p_s || mean)`, mean over rows: the JS divergence of all members at once.
 
-    It is the mean of `Predictive.mutual_information`. Fort et al. print the sum over members; their code takes the
-    mean, and so does this.
+    It is the mean of `Predictive.mutual_information`. Fort et al. print the sum over members, but their code takes the
+    mean, as here.
 
     >>> p = Predictive(torch.tensor([[[0.0, 99.0, 0.0]], [[99.0, 0.0, 0.0]], [[0.0, 0.0, 99.0]]]))
     >>> round(float(ensemble_js(p)), 4)  # log 3

@@ -1,12 +1,12 @@
-"""Diversity of the members of a multitude: in their labels, their errors and their weights.
+"""Diversity of the members of a multitude in labels, errors and weights.
 
 - Disagreement, its share of the error, cosine similarity of weights: Fort et al., *Deep Ensembles: A Loss Landscape
   Perspective*, 2019.
 - Q-statistic and correlation of errors: Kuncheva & Whitaker, *Measures of Diversity in Classifier Ensembles*, 2003.
 
 `divergences.py` compares probabilities, `ambiguity.py` losses. All are means over rows and over pairs of different
-members; `pairwise_*` are matrices `[S, S]`, of which torchmetrics makes a scalar for a single member. Its disagreement
-is 0, its Q-statistic and correlation NaN. Where no classes are needed, `target` may be left out.
+members; `pairwise_*` are matrices `[S, S]`, which torchmetrics turns into a scalar for a single member. A single member
+has disagreement 0, and NaN for Q-statistic and correlation. Metrics that need no classes do not require `target`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from multitudes.training.recorder import Recorder, fitting, flat_state
 
 __all__ = ["cosine_similarity"]
 
-_CHUNK = 2**20  # how many float64 numbers are worked on at a time
+_CHUNK = 2**20  # float64 numbers to process at a time
 
 
 def _off_diagonal(matrix: Tensor) -> Tensor:
-    """The entries `[S * (S - 1)]` of `[S, S]` that are of two different members."""
+    """Return the entries `[S * (S - 1)]` of `[S, S]` for two different members."""
     return matrix[~torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)]
 
 
 def over_pairs(matrix: Tensor) -> Tensor:
-    """The mean over pairs of different members of `[S, S]`; 0 where there is no pair."""
+    """Return the mean of `[S, S]` over pairs of different members; 0 without pairs."""
     pairs = _off_diagonal(matrix)
     return pairs.sum() / max(1, len(pairs))
 
@@ -43,14 +43,14 @@ def over_pairs(matrix: Tensor) -> Tensor:
 
 
 def _differing(rows: Rows, metric: str) -> Tensor:
-    """On how many rows the labels of two members differ, `[S, S]`, for the metric of this name."""
+    """Count the rows on which two members' labels differ, `[S, S]`; `metric` names the metric in errors."""
     labels = rows.members(metric).predictions.argmax(2)
     return torch.stack([(labels != own).sum(1) for own in labels]).double()
 
 
 @metric("PairwiseDisagreement", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_disagreement(rows: Rows) -> Tensor:
-    """The share of rows on which two members' labels differ, `[S, S]`.
+    """Share of rows on which two members' labels differ, `[S, S]`.
 
     >>> from multitudes import Predictive
     >>> votes = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
@@ -73,9 +73,9 @@ def disagreement(rows: Rows) -> Tensor:
 
 @metric("NormalisedDisagreement", better=NEITHER)
 def normalised_disagreement(rows: Rows) -> Tensor:
-    """`d / (1 - a)`: the disagreement d, for members of the mean accuracy a; NaN at a = 1, where d is 0 too.
+    """`d / (1 - a)`: the disagreement d relative to the members' mean error, for mean accuracy a; NaN at a = 1.
 
-    The less accurate members are, the more they may differ by chance (Fort et al., section 4.2).
+    Less accurate members can differ more by chance (Fort et al., section 4.2). At a = 1, d is 0 too.
 
     >>> from multitudes import Predictive
     >>> votes = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
@@ -89,7 +89,7 @@ def normalised_disagreement(rows: Rows) -> Tensor:
 
 
 def _together(rows: Rows, name: str) -> Tensor:
-    """Rows -> how often each pair is right or wrong together, `[4, S, S]`.
+    """Rows -> how often both members of a pair are right or wrong, `[4, S, S]`.
 
     The tables are `N11` (both right), `N10` (only the first right), `N01` (only the second) and `N00` (both wrong).
     """
@@ -99,13 +99,13 @@ def _together(rows: Rows, name: str) -> Tensor:
 
 
 def _q(tables: Tensor) -> Tensor:
-    """Tables `[4, S, S]` -> Q, mean over pairs, a float64 scalar; NaN if it is not defined for some pair."""
+    """Tables `[4, S, S]` -> Q, mean over pairs, a float64 scalar; NaN if undefined for a pair."""
     n11, n10, n01, n00 = tables
     return _off_diagonal((n11 * n00 - n01 * n10) / (n11 * n00 + n01 * n10)).mean()
 
 
 def _correlation(tables: Tensor) -> Tensor:
-    """Tables `[4, S, S]` -> the correlation, mean over pairs, a float64 scalar; NaN if not defined for some pair."""
+    """Tables `[4, S, S]` -> correlation, mean over pairs, a float64 scalar; NaN if undefined for a pair."""
     n11, n10, n01, n00 = tables
     spread = (n11 + n10) * (n01 + n00) * (n11 + n01) * (n10 + n00)
     return _off_diagonal((n11 * n00 - n01 * n10) / spread.sqrt()).mean()
@@ -115,8 +115,8 @@ def _correlation(tables: Tensor) -> Tensor:
 def q_statistic(rows: Rows) -> Tensor:
     """Yule's Q of two members' errors, `(N11 N00 - N01 N10) / (N11 N00 + N01 N10)`, mean over pairs; from -1 to 1.
 
-    0 where members err independently, above it where they err on the same rows. It is not defined, and NaN, where the
-    denominator is 0, as it is for a member that is always right.
+    It is 0 if members err independently, and positive if they err on the same rows. It is NaN if the denominator is 0,
+    as for a member that is always right.
 
     >>> from multitudes import Predictive
     >>> votes = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 0]])
@@ -129,7 +129,7 @@ def q_statistic(rows: Rows) -> Tensor:
 
 @metric("ErrorCorrelation", _correlation, better=NEITHER, shape=(4, "members", "members"))
 def error_correlation(rows: Rows) -> Tensor:
-    """Pearson's correlation of two members' errors, mean over pairs; NaN if some member is always right, or wrong."""
+    """Pearson correlation of two members' errors, mean over pairs; NaN if a member is always right or always wrong."""
     return _together(rows, "error_correlation")
 
 
@@ -141,8 +141,8 @@ def cosine_similarity(
 ) -> Tensor:
     """`theta_i . theta_j / (|theta_i| |theta_j|)` of the weights of any two networks, `[M, M]` on the CPU.
 
-    The networks are the members of a multitude, networks of one architecture, a recorder's checkpoints, or state dicts,
-    of which `model` tells weights from buffers. NaN if all weights of a network are 0.
+    The networks are the members of a multitude, networks of one architecture, a recorder's checkpoints, or state dicts;
+    the latter need `model` to distinguish weights from buffers. NaN if all weights of a network are 0.
 
     >>> nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     >>> for net, weight in zip(nets, ([3.0, 4.0], [4.0, 3.0]), strict=True):
@@ -160,7 +160,7 @@ def cosine_similarity(
 
 
 def _weights(networks: Any, model: nn.Module | None) -> Tensor:
-    """All weights, `[M, P]`, on the CPU, in float32 or better."""
+    """Return all weights, `[M, P]`, on the CPU, in at least float32."""
     if isinstance(networks, Multitude):
         networks = map(networks.member, range(networks.members))
     elif isinstance(networks, Recorder):

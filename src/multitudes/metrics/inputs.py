@@ -1,7 +1,6 @@
-"""What a classification metric is given: predictions and classes, checked and laid out as rows.
+"""Inputs of classification metrics: predictions and classes, checked and arranged in rows.
 
-`read_rows` is the one place that knows what predictions and targets may look like; `regression_inputs.py` is the same
-for regression.
+All input formats are handled in `read_rows`; for regression, in `regression_inputs.py`.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ __all__ = ["Rows", "read_rows"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rows:
-    """N predictions and their classes: one row for each input, or for each pixel of dense predictions.
+    """N predictions and their classes: one row per input, or per pixel of dense predictions.
 
-    Metrics of one batch share its rows: derived values are checked and computed once, in float32 or better.
+    Metrics of one batch share its rows: derived values are checked and computed once, in at least float32.
     """
 
     probs: Tensor
-    """`[N, C]`, each row adding up to 1."""
+    """`[N, C]`, each row sums to 1."""
     target: Tensor
-    """The true classes, `[N]`."""
+    """True classes, `[N]`."""
     predictive: Predictive | None = None
-    """The members' predictions of the same rows, logits `[S, N, C]`; None where only probabilities were given."""
+    """Members' predictions of the same rows, logits `[S, N, C]`; None if only probabilities were given."""
     task: str = "classification"
-    """What the predictions were of, before they were rows of classes."""
+    """Task of the predictions before they were converted to rows of classes."""
     column: Tensor | None = None
-    """Of `task="multilabel"`, the label that each row is of, `[N]`."""
+    """Label of each row for `task="multilabel"`, `[N]`."""
 
     def __len__(self) -> int:
-        """N: how many rows there are."""
+        """Return N, the number of rows."""
         return len(self.target)
 
     def __getitem__(self, index: slice | Tensor) -> Rows:
-        """Some of the rows: a slice of them, or those of a boolean mask `[N]`."""
+        """Return the rows of a slice or of a boolean mask `[N]`."""
         predictive = None if self.predictive is None else self.predictive[index]
         column = None if self.column is None else self.column[index]
         return Rows(self.probs[index], self.target[index], predictive, self.task, column)
@@ -55,17 +54,17 @@ class Rows:
 
     @property
     def classes(self) -> int:
-        """C: how many classes there are."""
+        """C, the number of classes."""
         return self.probs.shape[1]
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """Log of `probs`, `[N, C]`: exact also where they underflow if logits were given, else -inf at 0."""
+        """Log of `probs`, `[N, C]`: exact despite underflow if logits were given, else -inf at 0."""
         return self.probs.log() if self.predictive is None else self.predictive.log_probs
 
     @cached_property
     def target_log_prob(self) -> Tensor:
-        """The log-probability of the true class, `[N]`."""
+        """Log-probability of the true class, `[N]`."""
         at = self.target[:, None]
         if self.predictive is None:
             return self.probs.gather(1, at)[:, 0].log()
@@ -73,21 +72,21 @@ class Rows:
 
     @cached_property
     def label(self) -> Tensor:
-        """The most probable class, `[N]`; of equally probable ones the first."""
+        """Most probable class, `[N]`; the first one in a tie."""
         return self.probs.argmax(1)
 
     @cached_property
     def confidence(self) -> Tensor:
-        """The probability of `label`, `[N]`."""
+        """Probability of `label`, `[N]`."""
         return self.probs.amax(1)
 
     @cached_property
     def correct(self) -> Tensor:
-        """Whether `label` is the true class, `[N]`, boolean."""
+        """True where `label` is the true class, `[N]`."""
         return self.label == self.target
 
     def members(self, metric: str) -> Predictive:
-        """`predictive`, or an error that says that `metric` needs it."""
+        """Return `predictive`, or raise an error that `metric` needs it."""
         if self.predictive is None:
             raise ValueError(
                 f"prediction must be a Predictive, since {metric} looks at each member, got only probabilities"
@@ -99,17 +98,17 @@ Prediction = Predictive | Tensor | Rows
 
 
 def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
-    """Check predictions and classes, and lay them out as rows.
+    """Check predictions and classes, and arrange them in rows.
 
     - `prediction`: a `Predictive` of classes, logits `[S, B, C, ...]`, or a tensor of probabilities
-      `[B, C, ...]` that add up to 1 over the classes (within 1e-4, or what half precision allows).
-    - `target`: the true classes, integers `[B, ...]`. Rows whose target is `ignore` are left out; nothing else is.
+      `[B, C, ...]` that sum to 1 over the classes (within 1e-4, or the rounding error of half precision).
+    - `target`: the true classes, integers `[B, ...]`. Rows whose target is `ignore` are left out.
 
-    A token is a row, and those whose target is -100 are left out too; of a causal language model, the row of position t
-    has the target at t + 1. A yes or no is a row of two classes, no and yes, and so is each label of "multilabel".
+    For tokens, each is a row, and targets of -100 are also left out; for a causal language model, position t has the
+    target of t + 1. A binary prediction is a row of the two classes no and yes, and so is each label of "multilabel".
 
-    Rows that have been read before come without a target, and pass as they are but for `ignore`. What does not fit is
-    a ValueError that names the first bad value and its index.
+    `Rows` are passed without a target and returned unchanged, except for `ignore`. Invalid input raises a ValueError
+    with the first bad value and its index.
 
     >>> images = torch.tensor([[[0.5, 0.9]], [[0.5, 0.1]]]).transpose(0, 1)  # [1, 2, 2]: two pixels, two classes
     >>> rows = read_rows(images, torch.tensor([[1, 255]]), ignore=255)
@@ -148,7 +147,7 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
         probs = probs.movedim(1, -1).reshape(-1, classes)
     _check_probs(probs, shape, tolerance)
     if predictive is None:
-        probs = probs.clamp(max=1)  # the mean of several softmaxes may round to a little more
+        probs = probs.clamp(max=1)  # a mean of softmaxes can round to slightly more
     column = None
     if several:
         column = torch.arange(shape[1], device=probs.device).view(-1, *[1] * (len(shape) - 2)).expand(shape).flatten()
@@ -159,9 +158,9 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
 
 
 def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
-    """`read_rows` for what needs no classes: `target` only says which rows to `ignore`, and may be left out.
+    """Read rows for metrics that need no classes: `target` is optional, and only determines the rows to `ignore`.
 
-    The classes of rows that come without them are all 0, and nobody asks for them.
+    Without a target, all classes are set to 0 and never used.
     """
     if target is None and isinstance(prediction, (Predictive, Tensor)):
         if ignore is not None:
@@ -173,7 +172,7 @@ def read_without_target(prediction: Prediction, target: Tensor | None = None, ig
 
 
 def places(prediction: Prediction) -> torch.Size:
-    """What has a prediction of its own, in the shape `[B, ...]`; of rows `[N]`."""
+    """Return the shape `[B, ...]` of separate predictions, or `[N]` for rows."""
     if isinstance(prediction, Rows):
         return prediction.target.shape
     if isinstance(prediction, Predictive):
@@ -183,7 +182,7 @@ def places(prediction: Prediction) -> torch.Size:
 
 
 def _without(rows: Rows, ignore: int | None) -> Rows:
-    """The rows whose target is not `ignore`; the same object where that is all of them."""
+    """Remove the rows whose target is `ignore`. Return the same object if there are none."""
     kept = rows.target != ignore if ignore is not None else None
     return rows if kept is None or bool(kept.all()) else rows[kept]
 
@@ -192,13 +191,13 @@ def _without(rows: Rows, ignore: int | None) -> Rows:
 
 
 def check_ignore(name: str, label: int | None) -> None:
-    """Raise ValueError unless it can be a label, or is None."""
+    """Raise ValueError unless it is an integer label or None."""
     if label is not None and (not isinstance(label, int) or isinstance(label, bool)):
         raise ValueError(f"{name} must be an integer label or None, got {label!r}")
 
 
 Ignore = Annotated[int | None, check_ignore]
-"""A label whose rows are left out."""
+"""A label to leave out."""
 
 
 def check_mask(name: str, mask: Any, shape: Sequence[int]) -> None:
@@ -216,12 +215,12 @@ def check_finite(name: str, values: Tensor) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for an error: dtype and shape of a tensor, else its type."""
+    """Describe a value for an error: dtype and shape of a tensor, else its type."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_prediction(prediction: Predictive | Tensor) -> list[int]:
-    """The shape of its probabilities, `[B, C, ...]`."""
+    """Check the prediction, and return the shape of its probabilities, `[B, C, ...]`."""
     if isinstance(prediction, Predictive):
         return list(prediction.predictions.shape[1:])
     if not isinstance(prediction, Tensor) or not prediction.is_floating_point():
@@ -233,13 +232,13 @@ def _check_prediction(prediction: Predictive | Tensor) -> list[int]:
 
 
 def _check_target(target: Tensor | None, shape: list[int], classes: int, ignored: Sequence[int]) -> Tensor:
-    """`target`, which must hold classes in the given shape `[B, ...]`."""
+    """Return `target` as int64, or raise unless it holds classes in the shape `[B, ...]`."""
     kind = getattr(target, "dtype", type(target).__name__)
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or kind == torch.bool:
         raise ValueError(f"target must be an integer tensor of classes {shape}, got {kind}")
     if list(target.shape) != shape:
         raise ValueError(f"target must have the prediction's shape without classes, {shape}, got {list(target.shape)}")
-    target = target.long()  # unsigned labels would wrap round when compared with a negative `ignore`
+    target = target.long()  # unsigned labels would wrap around when compared with a negative `ignore`
     bad = (target < 0) | (target >= classes)
     for label in ignored:
         bad &= target != label
@@ -254,7 +253,7 @@ def _check_target(target: Tensor | None, shape: list[int], classes: int, ignored
 
 def _check_probs(probs: Tensor, shape: list[int], tolerance: float) -> None:
     """Raise ValueError unless the rows `[N, C]` are probabilities; `shape` is `[B, ...]`, with B * ... = N."""
-    good = (probs >= 0) & (probs <= 1 + tolerance)  # neither holds for NaN
+    good = (probs >= 0) & (probs <= 1 + tolerance)  # False for NaN
     if not bool(good.all()):
         row, column = (~good).nonzero()[0].tolist()
         value = float(probs[row, column])
@@ -275,19 +274,19 @@ def _check_probs(probs: Tensor, shape: list[int], tolerance: float) -> None:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """How far rounding may take a sum of probabilities from 1."""
+    """Return how far rounding can move a sum of probabilities from 1."""
     return max(1e-4, 4 * torch.finfo(dtype).eps)
 
 
 def _unravel(number: int, shape: Sequence[int]) -> list[int]:
-    """The index in a tensor of this shape of its element `number`, counted along the last dimension first."""
+    """Return the index of element `number` in a tensor of this shape, in row-major order."""
     return [int(index) for index in torch.unravel_index(torch.tensor(number), tuple(shape))]
 
 
 def _flat_predictive(predictive: Predictive) -> Predictive:
-    """Logits `[S, B, C, ...]` as `[S, N, C]`."""
+    """Flatten logits `[S, B, C, ...]` to `[S, N, C]`."""
     logits = predictive.predictions
     if logits.ndim == 3 and not logits.requires_grad:
         return predictive
-    # Metrics compute without gradients. What a Predictive has computed it keeps, so they must not use the user's.
+    # Metrics compute without gradients. A Predictive caches results, so do not fill the cache of the user's.
     return replace(predictive, predictions=logits.detach().movedim(2, -1).flatten(1, -2), draws=None)

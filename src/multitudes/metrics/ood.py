@@ -1,8 +1,8 @@
 """Out-of-distribution detection: AUROC, AUPR and FPR at 95 % recall, by any uncertainty.
 
-The uncertainties of `uncertainties.py` are higher the more a prediction looks out of distribution. Each distinct one is
-a threshold, and the measures are scikit-learn's `roc_auc_score` and `average_precision_score`. torchmetrics squeezes
-scores into [0, 1] by a sigmoid in float32, which makes large ones equal; here are exact counts.
+The uncertainties of `uncertainties.py` are higher for predictions that look out-of-distribution. Each distinct value is
+a threshold, and the measures equal scikit-learn's `roc_auc_score` and `average_precision_score`. torchmetrics maps
+scores to [0, 1] by a float32 sigmoid, which makes large ones equal; the counts here are exact.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "
 
 @ranked(HIGHER)
 def auroc(scores: Tensor, positive: Tensor) -> Tensor:
-    """The probability that a positive has a higher score than a negative, where a tie counts one half.
+    """Probability that a positive has a higher score than a negative; ties count one half.
 
-    For all three measures `scores [N]` are higher for positives, and `positive [N]` is boolean; the result is a float64
+    For all three measures `scores [N]` are higher for positives, and `positive [N]` is boolean. The result is a float64
     scalar on the scores' device, NaN unless there are positives and negatives.
 
     >>> float(auroc(torch.tensor([0.1, 0.3, 0.3, 0.9]), torch.tensor([False, False, True, True])))  # (3 + 1/2) / 4
@@ -42,8 +42,8 @@ def auroc(scores: Tensor, positive: Tensor) -> Tensor:
 def aupr(scores: Tensor, positive: Tensor) -> Tensor:
     """Average precision, `sum_k (R_k - R_k-1) P_k` over the distinct scores from the highest, as in scikit-learn.
 
-    Precision `P_k` and recall `R_k` are those of calling positive what scores at least as high as the k-th. Nothing is
-    interpolated between thresholds, which would be too optimistic (Davis & Goadrich, 2006).
+    Precision `P_k` and recall `R_k` are for calling everything positive that scores at least the k-th value. There is
+    no interpolation between thresholds, which would be too optimistic (Davis & Goadrich, 2006).
 
     >>> float(aupr(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))  # (1 + 2/3) / 2
     0.8333333333333333
@@ -53,7 +53,7 @@ def aupr(scores: Tensor, positive: Tensor) -> Tensor:
 
 @ranked(LOWER, "fpr95")
 def fpr_at_recall(scores: Tensor, positive: Tensor, recall: float = 0.95) -> Tensor:
-    """The smallest false-positive rate of a threshold that finds the share `recall` of the positives or more.
+    """Smallest false-positive rate of a threshold that finds at least the share `recall` of the positives.
 
     >>> float(fpr_at_recall(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))
     0.5
@@ -63,7 +63,7 @@ def fpr_at_recall(scores: Tensor, positive: Tensor, recall: float = 0.95) -> Ten
 
 
 def _counts(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
-    """How many positives, and negatives, score at least as high as the k-th distinct score: `[K + 1]`, from k = 0."""
+    """Count positives and negatives that score at least the k-th distinct value, `[K + 1]` each, from k = 0."""
     scores, order = scores.sort(descending=True)
     last = torch.ones_like(scores, dtype=torch.bool)
     last[:-1] = scores[1:] != scores[:-1]
@@ -73,7 +73,7 @@ def _counts(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _auroc(true: Tensor, false: Tensor) -> Tensor:
-    twice = ((true[1:] + true[:-1]) * false.diff()).sum()  # of trapezoids, in whole numbers
+    twice = ((true[1:] + true[:-1]) * false.diff()).sum()  # trapezoids, in integers
     return _of_both(twice.double() / (2 * true[-1] * false[-1]), true, false)
 
 
@@ -83,7 +83,7 @@ def _aupr(true: Tensor, false: Tensor) -> Tensor:
 
 
 def _fpr(true: Tensor, false: Tensor, recall: float) -> Tensor:
-    # A quotient is rounded as the number that was asked for is: 19 of 20 are 0.95.
+    # The quotient rounds like the literal: 19 of 20 is 0.95.
     enough = true.double() / true[-1] >= recall
     return _of_both(torch.where(enough, false.double() / false[-1], torch.inf).amin(), true, false)
 
@@ -105,7 +105,7 @@ def _checked(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Detection(NamedTuple):
-    """How well one uncertainty tells outside from inside; NaN where one of them was empty."""
+    """Scores of one uncertainty at separating outside from inside; NaN if one of them was empty."""
 
     auroc: float
     aupr: float
@@ -115,7 +115,7 @@ class Detection(NamedTuple):
 class OODTable:
     """A `Detection` for each uncertainty: `table["entropy"].auroc`."""
 
-    # Neither a dataclass nor a Mapping, into which torchmetrics would reach and which it would build anew.
+    # Not a dataclass or Mapping: torchmetrics would rebuild it.
     def __init__(self, detections: dict[str, Detection], inside: int, outside: int, positive: str, recall: float):
         self._detections = detections
         self.inside = inside
@@ -133,11 +133,11 @@ class OODTable:
         return len(self._detections)
 
     def keys(self) -> KeysView[str]:
-        """The uncertainties that were computed."""
+        """Return the uncertainties that were computed."""
         return self._detections.keys()
 
     def items(self) -> ItemsView[str, Detection]:
-        """The uncertainties and what they reached."""
+        """Return the uncertainties with their detections."""
         return self._detections.items()
 
     def __repr__(self) -> str:
@@ -148,10 +148,10 @@ class OODTable:
 
 
 def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[str] | None = None) -> Tensor:
-    """Rows, and which are outside -> that and the scores by each uncertainty, `[N, 1 + uncertainties]`.
+    """Return whether each row is outside, and its score by each uncertainty, `[N, 1 + uncertainties]`.
 
-    `None` stands for all uncertainties, with NaN for those that plain probabilities lack. Labels of one input are one
-    row, by the mean of their scores.
+    `None` means all uncertainties, with NaN for those that plain probabilities lack. The labels of one input are one
+    row, with the mean of their scores.
     """
     columns = []
     for name in UNCERTAINTIES if uncertainties is None else uncertainties:
@@ -167,7 +167,7 @@ def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[st
 
 
 def _by_input(scores: Tensor, rows: Rows) -> Tensor:
-    """Scores of rows `[N]`, or their means over the labels of each input, or of each of its pixels."""
+    """Return scores of rows `[N]`, or with several labels, their means over the labels of each input or pixel."""
     if rows.column is None or not len(scores):
         return scores
     labels = int(rows.column.max()) + 1
@@ -178,7 +178,7 @@ def _by_input(scores: Tensor, rows: Rows) -> Tensor:
 def detect_compute(
     table: Tensor, uncertainties: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95
 ) -> OODTable:
-    """What `detect_update` gave, of all rows -> how well each uncertainty tells outside from inside."""
+    """Compute how well each uncertainty separates outside from inside, from all rows of `detect_update`."""
     outside, detections = table[:, 0] == 1, {}
     for name, scores in zip(UNCERTAINTIES if uncertainties is None else uncertainties, table[:, 1:].T, strict=True):
         if uncertainties is None and bool(scores.isnan().any()):
@@ -195,14 +195,14 @@ def detect(
     positive: str = "out",
     recall: float = 0.95,
 ) -> OODTable:
-    """Tell predictions of inputs inside and outside of the distribution apart, by each uncertainty.
+    """Separate predictions for inputs inside and outside of the distribution, by each uncertainty.
 
     - `inside`, `outside`: a `Predictive` of classes or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each pixel of
-      dense predictions and each token counts; of several labels, each input.
-    - `uncertainties`: names of `UNCERTAINTIES`; by default all, for plain probabilities `max_probability` and
-      `entropy`.
-    - `positive`: which of the two is the positive class of AUPR and of the FPR, "out" or "in".
-    - `recall`: the share of the positives that is found where false positives are counted.
+      dense predictions and each token counts once; with several labels, each input does.
+    - `uncertainties`: names in `UNCERTAINTIES`; by default all, or `max_probability` and `entropy` for plain
+      probabilities.
+    - `positive`: the positive class of AUPR and FPR, "out" or "in".
+    - `recall`: the share of positives that the threshold of the FPR must find.
 
     >>> from multitudes import Predictive
     >>> known = Predictive(torch.tensor([[[5.0, 0.0], [4.0, 0.0]], [[6.0, 0.0], [0.0, 1.0]]]))
@@ -227,17 +227,17 @@ def detect(
     if rows[0].classes != rows[1].classes:
         raise ValueError(f"outside must have the classes of inside, {rows[0].classes}, got {rows[1].classes}")
     device, other = rows[0].probs.device, rows[1].probs.device
-    if device != other:  # devices round differently, which would tear ties apart
+    if device != other:  # devices round differently, which would break ties
         raise ValueError(f"outside must be on the device of inside, {device}, got {other}")
     tables = [detect_update(rows[0], False, uncertainties), detect_update(rows[1], True, uncertainties)]
     return detect_compute(torch.cat(tables), uncertainties, positive, recall)
 
 
 class OODDetection(StreamingMetric):
-    """`detect`, streaming.
+    """Streaming `detect`.
 
-    It keeps a number for each prediction and uncertainty, and one more: in float32 36 MB for a million predictions and
-    all uncertainties. Batches should come from one device, since each rounds in its own way, which tears ties apart.
+    It stores one number for each prediction and uncertainty, and one more: in float32 36 MB for a million predictions
+    and all uncertainties. Batches should come from one device: devices round differently, which breaks ties.
     """
 
     higher_is_better = None
@@ -254,18 +254,18 @@ class OODDetection(StreamingMetric):
         self.recall = recall
 
     def update(self, prediction: Prediction, outside: bool | Tensor) -> None:
-        """Add a batch `[B, C, ...]`, and whether it is outside: all of it, or where, a boolean tensor `[B, ...]`."""
+        """Add a batch `[B, C, ...]`; `outside` is one bool for all of it, or a boolean tensor `[B, ...]`."""
         rows = read_without_target(prediction)
         if not isinstance(outside, bool):
             inputs = places(prediction)
             if rows.column is not None:
-                inputs = inputs[:1] + inputs[2:]  # of all labels together
+                inputs = inputs[:1] + inputs[2:]  # over all labels
             check_mask("outside", outside, inputs)
             outside = outside.flatten()
         self._add(detect_update(rows, outside, self.uncertainties))
 
     def compute(self) -> OODTable:
-        """The table over all predictions so far; its measures are NaN unless there were some inside and outside."""
+        """Compute the table over all predictions so far; NaN unless there were some inside and outside."""
         return detect_compute(self._all(), self.uncertainties, self.positive, self.recall)
 
 

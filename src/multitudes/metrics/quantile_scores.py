@@ -1,7 +1,7 @@
-"""Scores of predicted quantiles: pinball loss, coverage and width of their intervals.
+"""Scores of predicted quantiles: pinball loss, and coverage and width of their intervals.
 
 Quantiles are those of the members' mixture (`Predictive.quantile`), intervals the widest central ones
-(`Predictive.interval`), conformal where the network was calibrated. Koenker & Bassett, *Regression Quantiles* (1978).
+(`Predictive.interval`), conformal if the network was calibrated. Koenker & Bassett, *Regression Quantiles* (1978).
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ __all__ = ["QuantileRows", "read_quantiles"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantileRows:
-    """Predicted quantiles and the N values that came, one for each output of each input; shared by metrics."""
+    """Predicted quantiles and N true values, one for each output of each input; shared by metrics."""
 
     predictive: Predictive
     target: Tensor
-    """The true values, `[N]` in float64."""
+    """True values, `[N]` in float64."""
     scale: float = 1.0
 
     def __len__(self) -> int:
-        """N: how many values there are."""
+        """Return N, the number of values."""
         return len(self.target)
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """The levels of the quantiles."""
+        """Levels of the quantiles."""
         return self.predictive.quantiles or ()
 
     @cached_property
     def quantiles(self) -> Tensor:
-        """The mixture's quantiles, `[Q, N]`."""
+        """Quantiles of the mixture, `[Q, N]`."""
         each = [self.predictive.quantile(level).double().flatten() for level in self.levels]
         return torch.stack(each) * self.scale
 
     @cached_property
     def interval(self) -> tuple[Tensor, Tensor]:
-        """The widest central interval, low and high, `[N]` each."""
+        """Low and high ends of the widest central interval, `[N]` each."""
         low, high = self.predictive.interval()
         return low.double().flatten() * self.scale, high.double().flatten() * self.scale
 
@@ -55,9 +55,9 @@ class QuantileRows:
 def read_quantiles(
     prediction: Predictive | QuantileRows, target: Tensor | None = None, scale: Scale = 1.0
 ) -> QuantileRows:
-    """Check predicted quantiles `[S, B, Q, ...]` and values `[B, ...]`; `scale` is what both are multiplied by at last.
+    """Check predicted quantiles `[S, B, Q, ...]` and values `[B, ...]`; `scale` multiplies both in the result.
 
-    Quantiles that were read before come alone, and pass as they are.
+    `QuantileRows` are passed alone and returned unchanged.
     """
     check_scale("scale", scale)
     if isinstance(prediction, QuantileRows):
@@ -83,7 +83,7 @@ QUANTILE_INTERVALS = Kind("quantile intervals", read_quantiles, lambda p, _: _ha
 
 @metric("PinballLoss", better=LOWER, kind=QUANTILES, group="scores", score="pinball", shifted=True)
 def pinball_loss(rows: QuantileRows) -> Tensor:
-    """The mean over values and levels tau of `tau (y - q)` where q is too low, and `(1 - tau) (q - y)` where too high.
+    """Mean over values and levels tau of `tau (y - q)` if q is too low, and `(1 - tau) (q - y)` if too high.
 
     >>> p = Predictive(torch.tensor([[[1.0, 3.0]]]), task="quantiles", quantiles=(0.1, 0.9))
     >>> round(float(pinball_loss(p, torch.tensor([2.0]))), 4)
@@ -96,7 +96,7 @@ def pinball_loss(rows: QuantileRows) -> Tensor:
 
 @metric("QuantileCoverage", better=NEITHER, kind=QUANTILE_INTERVALS, group="calibration", score="coverage")
 def quantile_coverage(rows: QuantileRows) -> Tensor:
-    """The share of values within the widest central interval, ends included; `1 - 2 tau` if the lowest level is tau.
+    """Share of values in the widest central interval, ends included; ideally `1 - 2 tau` for lowest level tau.
 
     >>> p = Predictive(torch.tensor([[[0.0, 1.0], [0.0, 1.0]]]), task="quantiles")
     >>> float(quantile_coverage(p, torch.tensor([0.5, 2.0])))
@@ -108,7 +108,7 @@ def quantile_coverage(rows: QuantileRows) -> Tensor:
 
 @metric("QuantileWidth", better=NEITHER, kind=QUANTILE_INTERVALS, group="calibration", score="width")
 def quantile_width(rows: QuantileRows) -> Tensor:
-    """The mean width of the widest central interval.
+    """Mean width of the widest central interval.
 
     >>> p = Predictive(torch.tensor([[[0.0, 1.0], [0.0, 3.0]]]), task="quantiles")
     >>> round(float(quantile_width(p, torch.tensor([0.5, 2.0]))), 4)

@@ -4,8 +4,8 @@ Predictions are mixtures of the members' Gaussians (see `regression_inputs.py`, 
 over all outputs of all inputs.
 
 - Density, CRPS and quantiles are those of the mixture. Without `noise_precision`, members of `task="regression"` are
-  points: they have no density, CRPS and quantiles are those of their step function.
-- Intervals and `gaussian_ece` are those of the Gaussian with the mixture's moments, as in `Predictive.interval`.
+  points: they have no density, and CRPS and quantiles use their step function.
+- Intervals and `gaussian_ece` use the Gaussian with the mixture's moments, as in `Predictive.interval`.
 
 Log density: Gal & Ghahramani, *Dropout as a Bayesian Approximation* (2016). CRPS of a mixture: Grimit et al., *The
 continuous ranked probability score for circular variables and its application to mesoscale forecast ensemble
@@ -39,13 +39,13 @@ __all__ = ["QuantileCalibration", "fit_noise_precision"]
 
 
 def _root(sums: Tensor) -> Tensor:
-    """Sums `[2]` -> the root of the mean, a float64 scalar; NaN without values."""
+    """Sums `[2]` -> root of the mean, a float64 scalar; NaN without values."""
     return mean_of(sums).sqrt()
 
 
 @metric("RMSE", _root, better=LOWER, kind=REGRESSION, group="scores", shifted=True, order=["scale"])
 def rmse(forecasts: Forecasts) -> Tensor:
-    """Root mean squared error of the members' mean: one root, over all outputs of all inputs.
+    """Root mean squared error of the members' mean, with one root over all outputs of all inputs.
 
     >>> round(float(rmse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))), 4)  # sqrt((0 + 4) / 2)
     1.4142
@@ -58,10 +58,10 @@ def rmse(forecasts: Forecasts) -> Tensor:
 
 @metric("LogDensity", better=HIGHER, kind=DENSITY, group="scores")
 def log_density(forecasts: Forecasts) -> Tensor:
-    """Mean log predictive density in nats, `log 1/S sum_s N(y; mu_s, sigma_s^2)`; above 0 where densities exceed 1.
+    """Mean log predictive density in nats, `log 1/S sum_s N(y; mu_s, sigma_s^2)`; positive for densities above 1.
 
-    With the noise precision tau it is `logsumexp_s(-tau/2 (y - mu_s)^2) - log S - 1/2 log(2 pi) + 1/2 log tau`. Several
-    outputs of one input count one by one: it is the mean of their own densities, not the density of them all.
+    With noise precision tau it is `logsumexp_s(-tau/2 (y - mu_s)^2) - log S - 1/2 log(2 pi) + 1/2 log tau`. Several
+    outputs of one input count separately: the score is the mean of their densities, not their joint density.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.tensor([[0.0], [2.0]]), task="regression")  # both members are 1 off
@@ -76,10 +76,10 @@ def log_density(forecasts: Forecasts) -> Tensor:
 
 
 def fit_noise_precision(prediction: Forecast, target: Tensor | None = None) -> float:
-    """The `noise_precision` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
+    """Return the `noise_precision` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
 
-    For a single member it is 1 / MSE. For several, the best variance lies between the mean of each value's least
-    squared error and the mean of all; a grid is refined there.
+    For a single member it is 1 / MSE. For several, the best variance is between the mean over values of the smallest
+    squared error and the mean of all squared errors. A grid is refined there.
 
     >>> fit_noise_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
     0.2
@@ -89,7 +89,7 @@ def fit_noise_precision(prediction: Forecast, target: Tensor | None = None) -> f
         raise ValueError("prediction must be means alone: members that have a variance need no noise_precision")
     squares = (forecasts.target - forecasts.means).square()
     least, most = float(squares.amin(0).mean()), float(squares.mean())
-    if not least > 0:  # 0, or NaN of no values
+    if not least > 0:  # 0, or NaN without values
         raise ValueError(
             f"target must hold a value that no member hits exactly, or no finite precision is best, got {forecasts!r}"
         )
@@ -110,7 +110,7 @@ def crps(forecasts: Forecasts) -> Tensor:
     """Continuous ranked probability score of the mixture, the mean of `integral (F(x) - 1[y <= x])^2 dx`; 0 is best.
 
     `1/S sum_s A(y - mu_s, sigma_s^2) - 1/(2 S^2) sum_st A(mu_s - mu_t, sigma_s^2 + sigma_t^2)`, where
-    `A(mu, sigma^2)` is the mean of `|N(mu, sigma^2)|`. Of points A is the distance, and a single point's CRPS its
+    `A(mu, sigma^2)` is the mean of `|N(mu, sigma^2)|`. For points A is the distance, and a single point's CRPS is its
     absolute error.
 
     >>> from multitudes import Predictive
@@ -126,7 +126,7 @@ def crps(forecasts: Forecasts) -> Tensor:
 
 @metric("IntervalCoverage", better=NEITHER, kind=INTERVALS, group="calibration", score="coverage_95")
 def interval_coverage(intervals: Intervals) -> Tensor:
-    """The share of values within the central intervals of `level`, or within given ones, `(low, high)`, ends included.
+    """Share of values in the central intervals of `level`, or in given ones, `(low, high)`, ends included.
 
     >>> low, high = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])
     >>> float(interval_coverage((low, high), torch.tensor([0.5, 2.0])))
@@ -137,7 +137,7 @@ def interval_coverage(intervals: Intervals) -> Tensor:
 
 @metric("IntervalWidth", better=NEITHER, kind=INTERVALS, group="calibration", score="width_95")
 def interval_width(intervals: Intervals) -> Tensor:
-    """The mean width of the central intervals of `level`, or of given ones, `(low, high)`.
+    """Mean width of the central intervals of `level`, or of given ones, `(low, high)`.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")  # mean 2, standard deviation 1
@@ -151,23 +151,23 @@ def interval_width(intervals: Intervals) -> Tensor:
 
 
 def _levels(count: int, like: Tensor) -> Tensor:
-    """The levels `1 / (count + 1), ..., count / (count + 1)`, in float64."""
+    """Return the levels `1 / (count + 1), ..., count / (count + 1)`, in float64."""
     return torch.arange(1, count + 1, dtype=torch.float64, device=like.device) / (count + 1)
 
 
 def _at_most(values: Tensor, levels: int) -> Tensor:
-    """Values in [0, 1], `[N]` -> how many are at most each level, and of how many, `[2, levels]`."""
+    """Values in [0, 1], `[N]` -> number of values at or below each level, and N, `[2, levels]`."""
     return counted((values <= _levels(levels, values)[:, None]).sum(1), len(values))
 
 
 class QuantileCalibration:
-    """Data of a diagram of quantiles: how often a value was at most the quantile of each level.
+    """Data of a quantile calibration diagram.
 
-    `levels [L]`, the levels p; `observed [L]`, the share of values with `F(y) <= p`, NaN without values; `count`, the
-    number of values. Calibrated forecasts have `observed = levels`.
+    `levels [L]` are the levels p; `observed [L]` is the share of values with `F(y) <= p`, NaN without values; `count`
+    is the number of values. Calibrated forecasts have `observed = levels`.
     """
 
-    # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single level.
+    # Not a dataclass: torchmetrics would squeeze its fields if there is one level.
     def __init__(self, levels: Tensor, observed: Tensor, count: int) -> None:
         self.levels = levels
         self.observed = observed
@@ -175,12 +175,12 @@ class QuantileCalibration:
 
     @property
     def error(self) -> Tensor:
-        """The mean of `|observed - level|`, a float64 scalar."""
+        """Mean of `|observed - level|`, a float64 scalar."""
         return (self.observed - self.levels).abs().mean()
 
     @property
     def squared_error(self) -> Tensor:
-        """The mean of `(observed - level)^2`: the calibration error of Kuleshov et al. (eq. 9) with equal weights."""
+        """Mean of `(observed - level)^2`: the calibration error of Kuleshov et al. (eq. 9) with equal weights."""
         return (self.observed - self.levels).square().mean()
 
     def __repr__(self) -> str:
@@ -189,7 +189,7 @@ class QuantileCalibration:
 
 
 def _diagram(sums: Tensor) -> QuantileCalibration:
-    """Sums `[2, levels]` -> the data of the diagram."""
+    """Sums `[2, levels]` -> data of the diagram."""
     return QuantileCalibration(_levels(sums.shape[1], sums), mean_of(sums), int(sums[1, 0]))
 
 
@@ -198,7 +198,7 @@ _OF_LEVELS: dict[str, Any] = {"kind": REGRESSION, "shape": (2, "levels"), "order
 
 @metric("QuantileDiagram", _diagram, better=NEITHER, **_OF_LEVELS)
 def quantile_calibration(forecasts: Forecasts, levels: Count = 19) -> Tensor:
-    """The share of values with `F(y) <= p` for the levels `p = 1 / (levels + 1), ..., levels / (levels + 1)`.
+    """Share of values with `F(y) <= p` for the levels `p = 1 / (levels + 1), ..., levels / (levels + 1)`.
 
     >>> y = torch.tensor([-2.0, -1.0, -0.5, 0.5])
     >>> found = quantile_calibration(torch.zeros(4), y, levels=3, noise_precision=1.0)
@@ -215,7 +215,7 @@ def quantile_calibration(forecasts: Forecasts, levels: Count = 19) -> Tensor:
 
 @metric("GaussianECE", lambda sums: _diagram(sums).error, better=LOWER, group="calibration", **_OF_LEVELS)
 def gaussian_ece(forecasts: Forecasts, levels: Count = 19) -> Tensor:
-    """Expected calibration error of intervals: the mean over levels p of `|coverage of the central interval - p|`.
+    """Expected calibration error of intervals: mean over levels p of `|coverage of the central interval - p|`.
 
     >>> y = torch.tensor([-1.5, -0.5, 0.2, 0.8])  # intervals of 1/4, 1/2, 3/4 reach 0.32, 0.67, 1.15
     >>> float(gaussian_ece(torch.zeros(4), y, levels=3, noise_precision=1.0))
@@ -223,4 +223,4 @@ def gaussian_ece(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     """
     off = forecasts.target - forecasts.mean
     z = torch.where(off == 0, 0.0, off / forecasts.std)
-    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the least level whose interval reaches the value
+    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the smallest level whose interval has the value

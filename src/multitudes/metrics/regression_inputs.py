@@ -1,11 +1,11 @@
-"""Inputs of regression metrics: members' Gaussians and the values that came true, checked and laid out as rows.
+"""Inputs of regression metrics: members' Gaussians and true values, checked and arranged in rows.
 
-Each member predicts `N(mu_s, sigma_s^2)`, and the S of them together the mixture
+Each member predicts `N(mu_s, sigma_s^2)`. The S members together predict the mixture
 
     p(y) = 1/S sum_s N(y; mu_s, sigma_s^2),    F(y) = 1/S sum_s Phi((y - mu_s) / sigma_s).
 
 `task="gaussian"` predicts the variances. For `task="regression"`, `noise_precision` gives all members the variance
-`1 / noise_precision` (the tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016); without it the members
+`1 / noise_precision` (the tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016). Without it the members
 are points, and F is the step function of their values.
 """
 
@@ -32,19 +32,19 @@ __all__ = ["Forecasts", "Intervals", "read_forecasts", "read_intervals"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Forecasts:
-    """N values as S members foresaw them, and as they came: one for each output of each input, in float64."""
+    """Predictions of S members and true values for N outputs of inputs, in float64."""
 
     means: Tensor
     """`mu_s`, `[S, N]`."""
     variances: Tensor
-    """`sigma_s^2`, `[S, N]`; 0 where members are points."""
+    """`sigma_s^2`, `[S, N]`; 0 if members are points."""
     target: Tensor
-    """The true values, `[N]`."""
+    """True values, `[N]`."""
     calibrated: Callable[[float], tuple[Tensor, Tensor]] | None = None
-    """The intervals of a calibrated network that has conformal scores."""
+    """Intervals of a calibrated network with conformal scores, as a function of the level."""
 
     def __len__(self) -> int:
-        """N: how many values there are."""
+        """Return N, the number of values."""
         return len(self.target)
 
     def __repr__(self) -> str:
@@ -52,17 +52,17 @@ class Forecasts:
 
     @property
     def noisy(self) -> bool:
-        """Whether the mixture has a density: every variance is above 0."""
+        """True if the mixture has a density: every variance is above 0."""
         return bool((self.variances > 0).all())
 
     @cached_property
     def mean(self) -> Tensor:
-        """The mixture's mean, `[N]`."""
+        """Mean of the mixture, `[N]`."""
         return self.means.mean(0)
 
     @cached_property
     def std(self) -> Tensor:
-        """The mixture's standard deviation, `[N]`."""
+        """Standard deviation of the mixture, `[N]`."""
         return ((self.means - self.mean).square() + self.variances).mean(0).sqrt()
 
     @cached_property
@@ -74,9 +74,9 @@ class Forecasts:
 
     @cached_property
     def cdf(self) -> Tensor:
-        """`F(y)` of the mixture, `[N]`: uniform on [0, 1] if the forecasts are right."""
+        """`F(y)` of the mixture, `[N]`: uniform on [0, 1] if the forecasts are correct."""
         below = torch.special.ndtr((self.target - self.means) / self.variances.sqrt())
-        on_a_point = (self.variances == 0) & (self.target == self.means)  # 0 / 0 above; a step counts from where it is
+        on_a_point = (self.variances == 0) & (self.target == self.means)  # 0 / 0 above; F includes the step
         return torch.where(on_a_point, 1.0, below).mean(0)
 
     @cached_property
@@ -84,14 +84,14 @@ class Forecasts:
         """`integral (F(x) - 1[y <= x])^2 dx` of the mixture, `[N]`."""
         error = _mean_distance(self.target - self.means, self.variances).mean(0)
         spread = torch.zeros_like(error)
-        for mean, variance in zip(self.means, self.variances, strict=True):  # all pairs at once may not fit
+        for mean, variance in zip(self.means, self.variances, strict=True):  # all pairs at once may not fit in memory
             spread += _mean_distance(self.means - mean, self.variances + variance).mean(0)
         return error - 0.5 * spread / len(self.means)
 
     def interval(self, level: float) -> tuple[Tensor, Tensor]:
-        """The central interval of the Gaussian with the mixture's moments, as of `Predictive`, but with the noise.
+        """Return the central interval of the Gaussian with the mixture's moments, noise included.
 
-        Of a calibrated network with conformal scores it is the conformal one.
+        For a calibrated network with conformal scores, return the conformal interval.
         """
         if self.calibrated is not None:
             return self.calibrated(level)
@@ -100,7 +100,7 @@ class Forecasts:
 
 
 def _mean_distance(mean: Tensor, variance: Tensor) -> Tensor:
-    """`A(mu, sigma^2)`, the mean of |X| for X from `N(mu, sigma^2)`: `2 sigma phi(z) + mu (2 Phi(z) - 1)`."""
+    """Return `A(mu, sigma^2)`, the mean of |X| for X ~ `N(mu, sigma^2)`: `2 sigma phi(z) + mu (2 Phi(z) - 1)`."""
     sigma = variance.sqrt()
     z = torch.where(mean == 0, 0.0, mean / sigma)  # infinite for a point, whose A is |mu|
     return sigma * math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square()) + mean * torch.erf(z / math.sqrt(2))
@@ -112,14 +112,14 @@ Forecast = Predictive | Tensor | Forecasts
 def read_forecasts(
     prediction: Forecast, target: Tensor | None = None, noise_precision: NoisePrecision = None, scale: Scale = 1.0
 ) -> Forecasts:
-    """Check predictions and values, and lay them out as rows: every output of every input is one.
+    """Check predictions and values, and arrange them in rows, one for each output of each input.
 
-    - `prediction`: a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`; or a
-      tensor of means in the target's shape, for a single member; or forecasts that were read before, alone.
+    - `prediction`: a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`; a
+      tensor of means in the target's shape, for a single member; or `Forecasts`, passed alone.
     - `target`: the true values, `[B]` or `[B, D, ...]`.
-    - `noise_precision`: one over the variance of the noise around the means, where the members do not predict it.
-    - `scale`: what outputs are multiplied by at last: the standard deviation of targets that were standardised. The
-      precision is that of the standardised outputs.
+    - `noise_precision`: one over the variance of the noise around the means, if the members do not predict it.
+    - `scale`: factor on all outputs: the standard deviation of the targets if they were standardised. The precision
+      refers to the standardised outputs.
 
     >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
     >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
@@ -148,7 +148,7 @@ def _conformal(prediction: Predictive, scale: float, level: float) -> tuple[Tens
 
 
 def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> tuple[Tensor, Tensor]:
-    """Each member's means and variances, `[S, B, ...]` in float64."""
+    """Return each member's means and variances, `[S, B, ...]` in float64."""
     if isinstance(prediction, Predictive):
         reading = prediction.reading
         if REGRESSION.name not in reading.metrics:
@@ -180,7 +180,7 @@ def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """N intervals and the values that came, `[N]` each."""
+    """N intervals and true values, `[N]` each."""
 
     low: Tensor
     high: Tensor
@@ -194,7 +194,7 @@ def read_intervals(
     noise_precision: NoisePrecision = None,
     scale: Scale = 1.0,
 ) -> Intervals:
-    """Central intervals of `prediction` at `level`, or given ones, `(low, high)`, whose ends may be infinite."""
+    """Read central intervals of `prediction` at `level`, or given ones, `(low, high)`, whose ends may be infinite."""
     check_level("level", level)
     if not isinstance(prediction, tuple):
         forecasts = read_forecasts(prediction, target, noise_precision, scale)
@@ -208,7 +208,7 @@ def read_intervals(
     low, high = prediction
     if low.shape != high.shape or low.ndim < 1:
         raise ValueError(f"low and high must be [B] or [B, D, ...] alike, got {list(low.shape)} and {list(high.shape)}")
-    bad = ~(low <= high)  # so for NaN
+    bad = ~(low <= high)  # also for NaN
     if bool(bad.any()):
         at = bad.nonzero()[0].tolist()
         ends = [float(end[tuple(at)]) for end in (low, high)]
@@ -234,7 +234,7 @@ Level = Annotated[float, check_level]
 
 
 def check_values(target: Tensor | None, shape: list[int], device: torch.device) -> Tensor:
-    """`target` in float64 on `device`; it must hold finite numbers in the given shape `[B, ...]`."""
+    """Return `target` in float64 on `device`, or raise unless it holds finite numbers in the shape `[B, ...]`."""
     kind = getattr(target, "dtype", type(target).__name__)
     if not isinstance(target, Tensor) or target.is_complex() or kind == torch.bool:
         raise ValueError(f"target must be a tensor of real values {shape}, got {kind}")
@@ -249,7 +249,7 @@ def check_values(target: Tensor | None, shape: list[int], device: torch.device) 
 
 REGRESSION = Kind("regression", read_forecasts)
 INTERVALS = Kind("intervals", read_intervals)
-DENSITY = Kind(  # points have none
+DENSITY = Kind(  # points have no density
     "density",
     read_forecasts,
     lambda p, noise_precision: p.reading.tells_noise or noise_precision is not None,

@@ -1,7 +1,7 @@
 """Robustness to shifted inputs: corruption errors, consistency along a sequence, success of attacks.
 
-- Corruption error, and relative to clean data: Hendrycks & Dietterich, *Benchmarking Neural Network Robustness to
-  Common Corruptions and Perturbations*, 2019. Of a table of NLLs or ECEs it gives CNLL and CECE, mCNLL and mCECE (Park
+- Corruption error, also relative to clean data: Hendrycks & Dietterich, *Benchmarking Neural Network Robustness to
+  Common Corruptions and Perturbations*, 2019. Tables of NLLs or ECEs give CNLL and CECE, mCNLL and mCECE (Park
   & Kim, *Blurs Behave Like Ensembles*, 2022, eq. 35 and 36).
 - Consistency, cross-entropy consistency and relative confidence: Park & Kim, eq. 37 to 39; consistency after Zhang,
   *Making Convolutional Networks Shift-Invariant Again*, 2019.
@@ -36,10 +36,10 @@ Table = Tensor | Sequence[Sequence[float]] | Mapping[str, Tensor | Sequence[floa
 
 
 def corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
-    """The error under each corruption, over its severities, relative to a baseline's, `[K]` in float64 on the CPU.
+    """Return the error under each corruption over its severities, relative to a baseline's, `[K]` float64 on the CPU.
 
-    `CE_c = sum_s E_cs / sum_s E_cs^baseline`; without a baseline the mean over severities. Both tables are in the same
-    unit, shares or percent; a mapping's order is that of the result.
+    `CE_c = sum_s E_cs / sum_s E_cs^baseline`; without a baseline, the mean over severities. Both tables use the same
+    unit, shares or percent. The result has the order of `errors`.
 
     >>> errors = {"fog": [0.1, 0.1, 0.2, 0.2, 0.4], "snow": [0.2, 0.3, 0.3, 0.4, 0.6]}
     >>> baseline = {"snow": [0.4, 0.4, 0.4, 0.4, 0.4], "fog": [0.3, 0.4, 0.4, 0.4, 0.5]}
@@ -51,7 +51,7 @@ def corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
 
 @ranked(LOWER, "mean_corruption_error", "mcnll", "mcece")
 def mean_corruption_error(errors: Table, baseline: Table | None = None) -> Tensor:
-    """mCE, the mean over corruptions of `corruption_error`, a float64 scalar.
+    """Return mCE, the mean over corruptions of `corruption_error`, a float64 scalar.
 
     >>> errors, baseline = [[0.1, 0.1, 0.2, 0.2, 0.4], [0.2, 0.3, 0.3, 0.4, 0.6]], [[0.4] * 5, [0.4] * 5]
     >>> round(float(mean_corruption_error(errors, baseline)), 4)  # (0.5 + 0.9) / 2
@@ -63,10 +63,10 @@ def mean_corruption_error(errors: Table, baseline: Table | None = None) -> Tenso
 def relative_corruption_error(
     errors: Table, clean: float, baseline: Table | None = None, baseline_clean: float | None = None
 ) -> Tensor:
-    """Growth of the error under each corruption, relative to a baseline's, `[K]` in float64.
+    """Return the growth of the error under each corruption, relative to a baseline's, `[K]` in float64.
 
-    `sum_s (E_cs - E_clean) / sum_s (E_cs^baseline - E_clean^baseline)` (Hendrycks & Dietterich); without a baseline the
-    mean over severities of the numerator.
+    `sum_s (E_cs - E_clean) / sum_s (E_cs^baseline - E_clean^baseline)` (Hendrycks & Dietterich); without a baseline,
+    the mean over severities of the numerator.
 
     >>> errors, baseline = {"fog": [0.1, 0.1, 0.2, 0.2, 0.4]}, {"fog": [0.3, 0.4, 0.4, 0.4, 0.5]}
     >>> relative_corruption_error(errors, 0.1, baseline, 0.2)  # 0.5 / 1
@@ -81,12 +81,12 @@ def relative_corruption_error(
 def relative_mean_corruption_error(
     errors: Table, clean: float, baseline: Table | None = None, baseline_clean: float | None = None
 ) -> Tensor:
-    """Relative mCE, the mean over corruptions of `relative_corruption_error`, a float64 scalar."""
+    """Return relative mCE, the mean over corruptions of `relative_corruption_error`, a float64 scalar."""
     return relative_corruption_error(errors, clean, baseline, baseline_clean).mean()
 
 
 def _growth(errors: Table, clean: float, baseline: Table | None, baseline_clean: float | None, what: str) -> Tensor:
-    """The errors beyond `clean` under each corruption, over those of a baseline, of which an error tells as `what`."""
+    """Return the errors beyond `clean` per corruption, relative to a baseline's, which are `what` in an error."""
     names, table = _read_table("errors", errors)
     growth = table - _read_clean("clean", clean)
     if baseline is None:
@@ -104,7 +104,7 @@ def _growth(errors: Table, clean: float, baseline: Table | None, baseline_clean:
 
 
 def _read_table(argument: str, values: Table) -> tuple[list[str], Tensor]:
-    """The corruptions' names, and the scores `[K, severities]` in float64 on the CPU."""
+    """Return the corruptions' names, and the scores `[K, severities]` in float64 on the CPU."""
     if isinstance(values, Mapping):
         names, rows = [repr(name) for name in values], list(values.values())
     elif isinstance(values, (Tensor, Sequence)) and not isinstance(values, str) and getattr(values, "ndim", 2) == 2:
@@ -136,20 +136,20 @@ def _read_clean(argument: str, value: float | None) -> Tensor:
 # Sequences ----------------------------------------------------------------------------------------------
 
 Frames = Predictive | Tensor | Iterable[Predictive | Tensor]
-"""The predictions of T frames, see `read_sequence`."""
+"""Predictions of T frames, see `read_sequence`."""
 Masks = Tensor | Iterable[Tensor]
-"""Which inputs or pixels of the frames count: `[T, ...]`, or one mask for each frame."""
+"""Inputs or pixels of the frames that count: `[T, ...]`, or one mask for each frame."""
 
 
 def read_sequence(frames: Frames, masks: Masks | None = None) -> Iterator[tuple[Rows, Rows]]:
-    """Check the predictions of T frames, 2 or more, and yield the rows of each frame with those of the next.
+    """Check the predictions of T >= 2 frames, and yield the rows of each frame with those of the next.
 
     - One sequence: a `Predictive` of T inputs, or probabilities `[T, C]`.
-    - B sequences side by side: an iterable of T `Predictive`s of B inputs, or of probabilities `[B, C, ...]`; or one
+    - B parallel sequences: an iterable of T `Predictive`s of B inputs, or of probabilities `[B, C, ...]`; or one
       tensor `[T, B, C, ...]`. In dense predictions every pixel is a sequence of its own.
 
-    Boolean `masks`, shaped like each frame's labels, are true where it counts, such as `target != 255`. A step counts
-    if both of its ends do.
+    Boolean `masks` have the shape of each frame's labels, and are true for what counts, such as `target != 255`. A step
+    counts if both of its ends do.
     """
     if masks is not None and not isinstance(masks, Iterable):
         raise ValueError(f"masks must be None or boolean tensors, one for each frame, got {type(masks).__name__}")
@@ -174,7 +174,7 @@ def read_sequence(frames: Frames, masks: Masks | None = None) -> Iterator[tuple[
 def _read_frames(
     frames: Iterable[Predictive | Tensor], masks: Iterable[Tensor] | None
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """The rows of each frame, and which of them count."""
+    """Yield the rows of each frame, and the mask of those that count."""
     given = None if masks is None else iter(masks)
     count = 0
     for count, frame in enumerate(frames, start=1):
@@ -192,7 +192,7 @@ def _read_frames(
 
 
 def _read_frame(frame: Predictive | Tensor, mask: Any, name: str) -> tuple[Rows, Tensor]:
-    if isinstance(frame, Rows):  # of which some may have been left out
+    if isinstance(frame, Rows):  # some rows may be missing
         raise ValueError(f"prediction must be a Predictive or probabilities of a whole frame, got {frame!r}")
     rows = read_without_target(frame)
     mask = torch.ones(places(frame), dtype=torch.bool) if mask is None else mask
@@ -210,10 +210,10 @@ SEQUENCES = Kind("sequences", read_sequence)
 
 @metric("Consistency", better=HIGHER, kind=SEQUENCES)
 def consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
-    """The share of steps from one frame to the next at which the label stays (eq. 37), a float64 scalar.
+    """Share of steps between consecutive frames where the label stays the same (eq. 37), a float64 scalar.
 
     `1/M sum_i 1[g(x_i) = g(x_i+1)]`, with the most probable class g and M = T - 1 steps, mean over sequences.
-    `read_sequence` says what `frames` and `masks` may be.
+    See `read_sequence` for `frames` and `masks`.
 
     >>> float(consistency(torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.1, 0.9], [0.2, 0.8]])))
     0.75
@@ -223,10 +223,10 @@ def consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
 
 @metric("CrossEntropyConsistency", better=LOWER, kind=SEQUENCES)
 def cross_entropy_consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
-    """Change of the probabilities from one frame to the next (eq. 38), in nats, a float64 scalar.
+    """Change of the probabilities between consecutive frames (eq. 38), in nats, a float64 scalar.
 
-    `-1/M sum_i f(x_i) . log f(x_i+1)`, with the mean probabilities f, mean over sequences. It is the entropy of f where
-    nothing moves, and more where something does.
+    `-1/M sum_i f(x_i) . log f(x_i+1)`, with the mean probabilities f, mean over sequences. It is the entropy of f if
+    nothing changes, and is larger otherwise.
 
     >>> round(float(cross_entropy_consistency(torch.tensor([[0.5, 0.5], [0.25, 0.75]]))), 4)  # (log 4 + log 4/3) / 2
     0.837
@@ -243,9 +243,9 @@ def cross_entropy_consistency(steps: Iterable[tuple[Rows, Rows]]) -> Tensor:
 
 @metric("RelativeConfidence", better=HIGHER)
 def relative_confidence(rows: Rows) -> Tensor:
-    """The true class's probability relative to the largest, `p(y) / max p` (eq. 39), mean over `[B, C, ...]`.
+    """Probability of the true class relative to the largest, `p(y) / max p` (eq. 39), mean over `[B, C, ...]`.
 
-    1 for a right prediction; for a wrong one the smaller, the surer of itself it is.
+    It is 1 for correct predictions, and smaller for more confident wrong ones.
 
     >>> p = torch.tensor([[0.8, 0.2], [0.4, 0.6]])
     >>> round(float(relative_confidence(p, torch.tensor([0, 0]))), 4)  # (1 + 0.4 / 0.6) / 2
@@ -260,7 +260,7 @@ def relative_confidence(rows: Rows) -> Tensor:
 def read_attack(
     clean: Prediction, attacked: Prediction, target: Tensor | None = None, ignore: Ignore = None
 ) -> tuple[Rows, Rows]:
-    """The same rows before and after an attack, each read by `read_rows`."""
+    """Read the same rows before and after an attack, both with `read_rows`."""
     before, after = read_rows(clean, target, ignore), read_rows(attacked, target, ignore)
     if not torch.equal(before.target, after.target.to(before.target.device)):
         raise ValueError(f"attacked must be of the inputs of clean, with the same targets, got {after!r}")
@@ -269,9 +269,9 @@ def read_attack(
 
 @metric("AttackSuccessRate", better=LOWER, kind=Kind("attacks", read_attack))
 def attack_success_rate(rows: tuple[Rows, Rows]) -> Tensor:
-    """Of the inputs whose class was predicted, the share for which another is after the attack; NaN if there were none.
+    """Share of correctly predicted inputs that are wrong after the attack; NaN if none were correct.
 
-    `clean` and `attacked` are the predictions `[B, C, ...]` for the same inputs before and after it.
+    `clean` and `attacked` are the predictions `[B, C, ...]` for the same inputs before and after the attack.
 
     >>> clean = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
     >>> attacked = torch.tensor([[0.6, 0.4], [0.3, 0.7], [0.2, 0.8], [0.1, 0.9]])

@@ -1,6 +1,6 @@
 """Scores of predictions: accuracy, AUROC, NLL, Brier score, errors of the members and of the ensemble.
 
-All are means over rows (inputs, or pixels), computed from float64 sums. Gneiting & Raftery, *Strictly Proper Scoring
+All are means over rows (inputs or pixels), computed from float64 sums. Gneiting & Raftery, *Strictly Proper Scoring
 Rules, Prediction, and Estimation* (2007), on NLL and the Brier score.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["macro_auroc"]
 
 @metric("Accuracy", better=HIGHER, group="scores", shifted=True)
 def accuracy(rows: Rows) -> Tensor:
-    """The share of `[B, C, ...]` whose most probable class is the true one; of equally probable ones the first counts.
+    """Share of `[B, C, ...]` whose most probable class is the true one; the first class wins a tie.
 
     >>> float(accuracy(torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 1, 0, 1])))
     0.75
@@ -33,7 +33,7 @@ def accuracy(rows: Rows) -> Tensor:
 
 @metric("TopKAccuracy", better=HIGHER)
 def topk_accuracy(rows: Rows, k: Count = 5) -> Tensor:
-    """The share of `[B, C, ...]` whose true class is among the `k` most probable ones; `k=1` is `accuracy`.
+    """Share of `[B, C, ...]` whose true class is among the `k` most probable ones; `k=1` is `accuracy`.
 
     >>> p = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     >>> float(topk_accuracy(p, torch.tensor([1, 2]), k=2))
@@ -42,22 +42,22 @@ def topk_accuracy(rows: Rows, k: Count = 5) -> Tensor:
     if k > rows.classes:
         raise ValueError(f"k must be at most the number of classes, {rows.classes}, got {k}")
     own = rows.probs.gather(1, rows.target[:, None])
-    # The order of `topk` among equals is left open; here the first of them comes first, as in `argmax`.
+    # `topk` does not define the order of ties; here the first comes first, as in `argmax`.
     earlier = torch.arange(rows.classes, device=own.device) < rows.target[:, None]
     ahead = (rows.probs > own) | ((rows.probs == own) & earlier)
     return total_of(ahead.sum(1) < k)
 
 
 def _mean_recall(sums: Tensor) -> Tensor:
-    """Sums `[2, C]` of right and of all rows of each class -> the mean over the classes that there are."""
+    """Sums `[2, C]` of correct rows and of all rows per class -> mean over the classes that occur."""
     return mean_of(sums).nanmean()
 
 
 @metric("BalancedAccuracy", _mean_recall, better=HIGHER, kind=BY_CLASS, shape=(2, "classes"), group="scores")
 def balanced_accuracy(rows: Rows) -> Tensor:
-    """The accuracy of each class's own inputs `[B, C, ...]`, mean over classes: rare ones count like frequent ones.
+    """Mean over classes of the accuracy on the class's own inputs `[B, C, ...]`: rare classes count like frequent ones.
 
-    Classes that no input has are left out. Brodersen et al., *The Balanced Accuracy and Its Posterior Distribution*
+    Classes without inputs are left out. Brodersen et al., *The Balanced Accuracy and Its Posterior Distribution*
     (2010).
 
     >>> p = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.5, 0.5], [0.8, 0.2]])
@@ -70,9 +70,9 @@ def balanced_accuracy(rows: Rows) -> Tensor:
 
 @ranked(HIGHER)
 def macro_auroc(prediction: Any, target: Tensor) -> Tensor:
-    """The area under the ROC curve of each class against all others, mean over classes, from `[B, C, ...]`.
+    """Return the area under the ROC curve of each class against all others, mean over classes, from `[B, C, ...]`.
 
-    Classes that no input has, or all have, are left out; NaN where none is left. It needs all inputs at once. Hand &
+    Classes of no input or of all inputs are left out; NaN if none is left. It needs all inputs at once. Hand &
     Till, *A Simple Generalisation of the Area Under the ROC Curve* (2001), section 2.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
@@ -89,10 +89,10 @@ def macro_auroc(prediction: Any, target: Tensor) -> Tensor:
 
 @metric("NLL", better=LOWER, group="scores", shifted=True)
 def nll(rows: Rows) -> Tensor:
-    """The mean of `-log p(y)` in nats over `[B, C, ...]`, where `p` is the mean of the members' probabilities.
+    """Mean of `-log p(y)` in nats over `[B, C, ...]`, where `p` is the mean of the members' probabilities.
 
-    From a `Predictive` it is exact also where probabilities underflow. In a tensor of probabilities a true class of
-    probability 0 makes it infinite.
+    For a `Predictive` it is exact despite underflow. In a tensor of probabilities, a 0 for the true class makes it
+    infinite.
 
     >>> round(float(nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 0]))), 4)  # (log 2 + log 4) / 2
     1.0397
@@ -102,21 +102,21 @@ def nll(rows: Rows) -> Tensor:
 
 @metric("Brier", better=LOWER, group="scores", shifted=True)
 def brier(rows: Rows) -> Tensor:
-    """The mean over `[B, C, ...]` of `sum_c (p_c - 1[y = c])^2`: summed, not averaged, over classes; from 0 to 2.
+    """Mean over `[B, C, ...]` of `sum_c (p_c - 1[y = c])^2`: a sum, not a mean, over classes; from 0 to 2.
 
-    For two classes it is twice the score of the second class's probability alone.
+    For two classes it is twice the score of the second class's probability.
 
     >>> round(float(brier(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))), 4)  # (0.02 + 0.72) / 2
     0.37
     """
-    # Subtracting before squaring keeps what is left when a prediction is nearly perfect.
+    # Subtract before squaring: keeps precision for nearly perfect predictions.
     distance = rows.probs.scatter_add(1, rows.target[:, None], rows.probs.new_full((len(rows), 1), -1.0))
     return total_of(distance.square().sum(1, dtype=torch.float64))
 
 
 @metric("Perplexity", lambda sums: mean_of(sums).exp(), better=LOWER, kind=TOKENS, group="scores", shifted=True)
 def perplexity(rows: Rows) -> Tensor:
-    """The exponential of `nll` over the tokens of `[B, T, C]`: that of guessing among so many equally probable ones.
+    """Exponential of `nll` over the tokens of `[B, T, C]`: the number of equally probable tokens with the same NLL.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.zeros(1, 1, 3, 8), task="tokens")
@@ -127,7 +127,7 @@ def perplexity(rows: Rows) -> Tensor:
 
 
 def _mean_auroc(rows: Tensor) -> Tensor:
-    """Scores, targets and labels `[N, 3]` -> the mean over labels of their AUROC."""
+    """Scores, targets and labels `[N, 3]` -> mean over labels of their AUROC."""
     scores, positive, column = rows[:, 0], rows[:, 1] == 1, rows[:, 2]
     each = [auroc(scores[column == label], positive[column == label]) for label in column.unique()]
     return torch.stack(each).nanmean() if each else torch.tensor(torch.nan, dtype=torch.float64)
@@ -135,9 +135,9 @@ def _mean_auroc(rows: Tensor) -> Tensor:
 
 @metric("LabelAUROC", _mean_auroc, better=HIGHER, kind=YES_OR_NO, kept=3, group="scores", score="auroc")
 def label_auroc(rows: Rows) -> Tensor:
-    """The probability that an input of yes has a higher probability of it than one of no; of labels, their mean.
+    """Probability that a positive input has a higher predicted probability than a negative one; mean over labels.
 
-    Labels that are always yes, or always no, are left out of the mean; NaN where all are.
+    Labels that are always positive or always negative are left out; NaN if none is left.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.tensor([[-2.0, -1.0, 1.0, 2.0]]), task="binary")
@@ -155,15 +155,15 @@ def label_auroc(rows: Rows) -> Tensor:
 
 @metric("EnsembleError", better=LOWER)
 def ensemble_error(rows: Rows) -> Tensor:
-    """The share of wrong labels of the members' mean prediction: `1 - accuracy`."""
+    """Share of wrong labels of the members' mean prediction: `1 - accuracy`."""
     return total_of(~rows.correct)
 
 
 @metric("MemberError", better=LOWER, group="diversity")
 def member_error(rows: Rows) -> Tensor:
-    """The share of wrong labels of a member alone, mean over the members of a `Predictive` `[S, B, C, ...]`.
+    """Share of wrong labels of a single member, mean over the members of a `Predictive` `[S, B, C, ...]`.
 
-    Three members of which each errs once, but never two together:
+    Example: three members, each wrong on one input, never two on the same:
 
     >>> from multitudes import Predictive
     >>> p = Predictive(5 * (1 - torch.eye(3))[:, :, None] * torch.tensor([0.0, 1.0]) + torch.tensor([1.0, 0.0]))

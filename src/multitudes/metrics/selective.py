@@ -1,13 +1,13 @@
-"""Selective prediction: the risk-coverage curve, the area under it (AURC), accuracy at a given coverage.
+"""Selective prediction: risk-coverage curve, area under it (AURC), accuracy at a given coverage.
 
 A network answers the least uncertain share of inputs, its *coverage*; its *risk* is the share of wrong answers among
-those (Geifman & El-Yaniv, *Selective Classification for Deep Neural Networks*, 2017). With n rows, least uncertain
+these (Geifman & El-Yaniv, *Selective Classification for Deep Neural Networks*, 2017). With n rows, least uncertain
 first,
 
-    risk(k/n) = 1/k sum_{i <= k} [label_i wrong],    AURC = 1/n sum_{k = 1..n} risk(k/n),
+    risk(k/n) = 1/k sum_{i <= k} [label_i wrong],    AURC = 1/n sum_{k = 1..n} risk(k/n).
 
-and E-AURC is the excess of AURC over that of the best order (Geifman et al., *Bias-Reduced Uncertainty Estimation*,
-2019). Rows of equal uncertainty count as the mean error of those they are tied with, the expectation over their orders.
+E-AURC is the excess of AURC over that of the best order (Geifman et al., *Bias-Reduced Uncertainty Estimation*, 2019).
+In a tie, each row counts as the mean error of the tied rows, which is the expectation over their orders.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["RiskCoverage"]
 
 
 class RiskCoverage:
-    """A risk-coverage curve: of the share `coverage [n]`, which is `k/n`, a share `risk [n]` is wrong; in float64."""
+    """Risk-coverage curve: `coverage [n]`, which is `k/n`, and `risk [n]`, the share of wrong labels there; float64."""
 
-    # Not a dataclass, into whose fields torchmetrics would reach and squeeze those of a single row.
+    # Not a dataclass: torchmetrics would squeeze its fields if there is one row.
     def __init__(self, coverage: Tensor, risk: Tensor) -> None:
         self.coverage = coverage
         self.risk = risk
@@ -39,23 +39,23 @@ class RiskCoverage:
 
     @property
     def aurc(self) -> Tensor:
-        """The area under the curve, the mean of its risks; NaN without rows."""
+        """Area under the curve, the mean of its risks; NaN without rows."""
         return self.risk.mean()
 
     @property
     def excess_aurc(self) -> Tensor:
-        """E-AURC: how far `aurc` is above that of the best order, 0 or more; NaN without rows."""
-        error = self.risk[-1:]  # of all rows
+        """E-AURC: excess of `aurc` over that of the best order, at least 0; NaN without rows."""
+        error = self.risk[-1:]  # over all rows
         best = (self.coverage - (1 - error)).clamp(min=0) / self.coverage
         return (self.risk - best).mean().clamp(min=0)
 
     def accuracy_at(self, coverage: float) -> Tensor:
-        """The accuracy on the smallest share of rows that is `coverage` or more; NaN without rows."""
+        """Return the accuracy at the smallest possible coverage of at least `coverage`; NaN without rows."""
         check_coverage("coverage", coverage)
-        return 1 - self.risk[self.coverage >= coverage][:1].mean()  # over one row, or over none: NaN
+        return 1 - self.risk[self.coverage >= coverage][:1].mean()  # one row; without rows NaN
 
     def coverage_at(self, risk: float) -> Tensor:
-        """The largest share of rows whose risk is `risk` or less; 0 if there is none, NaN without rows."""
+        """Return the largest coverage with a risk of at most `risk`; 0 if there is none, NaN without rows."""
         check_number("risk", risk, 0, 1)
         share = self.coverage[self.risk <= risk][-1:].sum()
         return share if len(self.risk) else torch.full_like(share, torch.nan)
@@ -73,21 +73,21 @@ Coverage = Annotated[float, check_coverage]
 
 
 def _pairs(rows: Rows, uncertainty: str) -> Tensor:
-    """Rows -> how uncertain each is, and whether it was wrong, `[N, 2]`, in float32 or better."""
+    """Rows -> uncertainty, and whether the label is wrong, `[N, 2]`, in at least float32."""
     values = UNCERTAINTIES[uncertainty](rows)
     return torch.stack([values, (~rows.correct).to(values.dtype)], 1)
 
 
 def curve_of(pairs: Tensor) -> RiskCoverage:
-    """Uncertainty and error of all rows, `[N, 2]` -> the curve."""
+    """Uncertainty and error of all rows, `[N, 2]` -> curve."""
     uncertainty, order = pairs[:, 0].sort()
     wrong = pairs[order, 1].double()
     _, group, size = uncertainty.unique_consecutive(return_inverse=True, return_counts=True)
     errors = wrong.new_zeros(len(size)).scatter_add_(0, group, wrong)
-    # From each group's end, where the number of errors is whole, back by its mean error a row.
+    # Start at each tie's end, where the number of errors is an integer, and subtract its mean error per row.
     k = torch.arange(1, len(pairs) + 1, dtype=torch.float64, device=pairs.device)
     missing = (size.cumsum(0)[group] - k) * (errors / size)[group]
-    # By a tensor: a GPU multiplies by the inverse of a number, and then 9 of 10 rows may be less than 0.9.
+    # Divide by a tensor: for a number, a GPU multiplies by its inverse, and 9 of 10 rows may be less than 0.9.
     return RiskCoverage(k / k[-1:], (errors.cumsum(0)[group] - missing) / k)
 
 
@@ -97,7 +97,7 @@ def _accuracy_at(pairs: Tensor, coverage: Coverage = 0.9) -> Tensor:
 
 @metric("RiskCoverageCurve", curve_of, better=NEITHER, kept=2)
 def risk_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
-    """The risk-coverage curve of `[B, C, ...]`, by one of `UNCERTAINTIES`.
+    """Risk-coverage curve of `[B, C, ...]`, by one of `UNCERTAINTIES`.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> curve = risk_coverage(p, torch.tensor([0, 1, 1, 0]))
@@ -111,7 +111,7 @@ def risk_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> T
 
 @metric("AURC", lambda pairs: curve_of(pairs).aurc, better=LOWER, kept=2, group="selective")
 def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
-    """The area under the risk-coverage curve of `[B, C, ...]`, a float64 scalar; NaN without rows.
+    """Area under the risk-coverage curve of `[B, C, ...]`, a float64 scalar; NaN without rows.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> round(float(aurc(p, torch.tensor([0, 1, 1, 0]))), 4)  # (0 + 1/2 + 1/3 + 1/4) / 4
@@ -125,7 +125,7 @@ def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
     order=["coverage", "uncertainty", "ignore"],
 )  # fmt: skip
 def accuracy_at_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
-    """The accuracy on the least uncertain share `coverage` of `[B, C, ...]`, rounded up to whole rows.
+    """Accuracy on the least uncertain share `coverage` of `[B, C, ...]`, rounded up to whole rows.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> float(accuracy_at_coverage(p, torch.tensor([0, 1, 1, 0]), coverage=0.5))

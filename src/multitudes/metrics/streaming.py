@@ -1,4 +1,4 @@
-"""How metrics stream: what they keep of each batch, and how batches and processes are joined."""
+"""Streaming metrics: state per batch, and reduction over batches and processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 def total_of(values: Tensor) -> Tensor:
-    """Values `[N]` -> their sum and their number, `[2]` in float64.
+    """Return the sum and the number of values `[N]`, `[2]` in float64.
 
     >>> total_of(torch.tensor([True, True, False]))
     tensor([2., 3.], dtype=torch.float64)
@@ -23,12 +23,12 @@ def total_of(values: Tensor) -> Tensor:
 
 
 def counted(total: Tensor, count: int) -> Tensor:
-    """Sums of any shape, and how many values went into each -> both in one tensor, `[2, ...]` in float64."""
+    """Stack sums of any shape with the number of values in each, `[2, ...]` in float64."""
     return torch.stack([total.double(), torch.full_like(total, count, dtype=torch.float64)])
 
 
 def mean_of(total: Tensor) -> Tensor:
-    """Sums `[2, ...]` of a quantity and of how often it was seen -> its mean; NaN where there was nothing to see.
+    """Divide sums by counts, both in `[2, ...]`; NaN for a count of 0.
 
     >>> mean_of(torch.tensor([1.0, 4.0]))
     tensor(0.2500)
@@ -40,9 +40,9 @@ def mean_of(total: Tensor) -> Tensor:
 
 
 class StreamingMetric(Metric):
-    """A metric whose state is one tensor of float64 sums of a `shape`, or `columns` numbers of every row.
+    """A metric whose state is one tensor of float64 sums with a `shape`, or `columns` numbers of every row.
 
-    Sums are added up over batches and processes, rows concatenated. `settings` is what updates depend on, apart from
+    Sums are added over batches and processes, rows are concatenated. `settings` is all that updates depend on besides
     the data.
     """
 
@@ -55,9 +55,9 @@ class StreamingMetric(Metric):
         self, *, shape: Sequence[int] = (), columns: int = 0, settings: tuple[object, ...] = (), **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        # A collection takes two metrics for one, and updates only the first, if their states are equal after the first
-        # batch, as those of accuracy and error are where half are right. Names of states must be equal too: this one is
-        # always empty, and only has a name.
+        # A collection merges two metrics, and updates only the first, if their states are equal after the first batch,
+        # as for accuracy and error if half of the batch is correct. It also compares state names, so add one that is
+        # unique and always empty.
         self.add_state(f"{type(self).__name__}{settings}", [], dist_reduce_fx=None)
         self.columns = columns
         if columns:
@@ -66,15 +66,15 @@ class StreamingMetric(Metric):
             self.add_state("sums", torch.zeros(*shape, dtype=torch.float64), dist_reduce_fx="sum")
 
     def _add(self, found: Tensor) -> None:
-        """Add what a batch gave."""
+        """Add the result of a batch."""
         if self.columns:
             self.values.append(found.to(self.device))
         else:
             self.sums = self.sums + found.to(self.sums.device)
 
     def _all(self) -> Tensor:
-        """What all batches so far gave: sums, or rows `[N, columns]`."""
+        """Return the state over all batches so far: sums, or rows `[N, columns]`."""
         if not self.columns:
             return self.sums
-        # After processes were joined it is one tensor, and no list any more.
+        # After a reduction over processes it is a tensor instead of a list.
         return dim_zero_cat(self.values) if len(self.values) else torch.empty(0, self.columns, device=self.device)

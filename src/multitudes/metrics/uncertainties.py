@@ -1,21 +1,22 @@
 """Uncertainties: scores `[N]` of the inputs or pixels of `[B, C, ...]`.
 
-The score is higher the more a prediction looks out of distribution, or wrong:
+The score is higher for predictions that look out-of-distribution or wrong:
 
 | uncertainty | score | |
 |---|---|---|
 | `max_probability` | `-max_c p_c` of the mean prediction p | Hendrycks & Gimpel, 2017 |
 | `entropy` | `H(p)`, the entropy of the mean prediction | |
-| `expected_entropy` | `mean_s H(p_s)`, the mean of the members' entropies | |
+| `expected_entropy` | `mean_s H(p_s)`, the mean entropy of the members | |
 | `mutual_information` | `H(p) - mean_s H(p_s)`, the expected-entropy gap | Houlsby et al., 2011 |
 | `variance` | the members' variance of a class's probability, mean over classes | |
 | `disagreement` | the share of pairs of members whose labels differ | |
 | `max_logit` | `-max_c mean_s z_sc` | Hendrycks et al., 2022 |
 | `energy` | `-mean_s log sum_c exp z_sc` | Liu et al., 2020 |
 
-The first two also exist for plain probabilities, and are calibrated for calibrated predictions; the others need a
-`Predictive`, and are those of its members. A yes or no has no `max_logit`. An input with several labels has the mean
-over its labels (for energies: Wang et al., *Can Multi-Label Classification Networks Know What They Don't Know?*, 2021).
+The first two also exist for plain probabilities, and use calibrated probabilities for calibrated predictions. The
+others need a `Predictive`, and use its members. Binary predictions have no `max_logit`. For an input with several
+labels, take the mean over its labels (for energies: Wang et al., *Can Multi-Label Classification Networks Know What
+They Don't Know?*, 2021).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["UNCERTAINTIES"]
 
 
 def max_probability(prediction: Prediction) -> Tensor:
-    """Minus the largest mean probability, `[N]`.
+    """Return minus the largest mean probability, `[N]`.
 
     >>> max_probability(torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
     tensor([-0.7500, -0.5000])
@@ -42,7 +43,7 @@ def max_probability(prediction: Prediction) -> Tensor:
 
 
 def entropy(prediction: Prediction) -> Tensor:
-    """The entropy of the mean prediction in nats, `[N]`.
+    """Return the entropy of the mean prediction in nats, `[N]`.
 
     >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
     tensor([0.0000, 0.6931])
@@ -52,7 +53,7 @@ def entropy(prediction: Prediction) -> Tensor:
 
 
 def _of_members(name: str, prediction: Prediction) -> Tensor:
-    """The quantity of this name that the members' `Predictive` computes, `[N]`."""
+    """Return the quantity `name` of the members' `Predictive`, `[N]`."""
     found: Tensor = getattr(read_without_target(prediction).members(name), name)
     return found
 
@@ -64,7 +65,7 @@ disagreement = partial(_of_members, "disagreement")
 
 
 def max_logit(prediction: Prediction) -> Tensor:
-    """Minus the largest of the members' mean logits, `[N]`; a yes or no has one logit, and so none."""
+    """Return minus the largest of the members' mean logits, `[N]`; raise for binary predictions, with one logit."""
     rows = read_without_target(prediction)
     if not has_logits(rows):
         raise ValueError(f"max_logit needs the logits of several classes, got predictions of task {rows.task}")
@@ -72,12 +73,12 @@ def max_logit(prediction: Prediction) -> Tensor:
 
 
 def has_logits(rows: Rows) -> bool:
-    """Whether rows come from a task with a logit for each of several classes."""
+    """Return whether rows come from a task with one logit per class."""
     return "max_logit" in task_of(rows.task).quantities
 
 
 def energy(prediction: Prediction) -> Tensor:
-    """The members' mean energy, `[N]`: minus the log of the sum of the exponentials of a member's logits.
+    """Return the members' mean energy, `[N]`: minus the log-sum-exp of a member's logits.
 
     >>> from multitudes import Predictive
     >>> energy(Predictive(torch.tensor([[[3.0, 3.0], [0.0, 0.0]]])))  # -3 - log 2, and -log 2
@@ -98,4 +99,4 @@ UNCERTAINTIES: dict[str, Callable[[Prediction], Tensor]] = {
     "energy": energy,
 }
 OF_PROBABILITIES = ("max_probability", "entropy")
-"""The uncertainties that plain probabilities have."""
+"""Uncertainties of plain probabilities."""

@@ -1,6 +1,6 @@
-"""The architectures of the papers, one family per page; `blocks.py` has what several families share.
+"""Architectures of the papers, one family per file; `blocks.py` has what several families share.
 
-Imports `core` alone. A new architecture is a file here, or a function in its family's file, and a line below.
+Imports only `core`. A new architecture is a file here, or a function in its family's file, and a line below.
 """
 
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn

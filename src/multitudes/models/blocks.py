@@ -1,4 +1,4 @@
-"""What several architectures share: convolutions, stages of blocks, initialisation, checks."""
+"""Blocks shared by several architectures: convolutions, stages, initialisation, checks."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -11,13 +11,13 @@ Stem = Literal["small", "imagenet"]
 
 
 def check_counts(**counts: int) -> None:
-    """Each argument, by its name, must be a whole number, 1 or more."""
+    """Raise unless each argument is a positive integer."""
     for name, value in counts.items():
         check_count(name, value)
 
 
 def reset_he(module: nn.Module) -> None:
-    """Draw all weights below `module` afresh: He et al. (2015) for convolutions, torch's own for the rest."""
+    """Reset all weights below `module`: He et al. (2015) for convolutions, torch's own rules for the rest."""
     for child in module.children():
         reset = getattr(child, "reset_parameters", None)
         if reset is not None:
@@ -25,7 +25,7 @@ def reset_he(module: nn.Module) -> None:
         else:
             reset_he(child)
         if isinstance(child, nn.Conv2d):
-            fan_out = child.weight[:, 0].numel() / child.groups  # torch's own count leaves groups out
+            fan_out = child.weight[:, 0].numel() / child.groups  # torch's fan-out ignores groups
             nn.init.normal_(child.weight, std=(2 / fan_out) ** 0.5)
 
 
@@ -40,7 +40,7 @@ def conv1x1(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 
 def build_stem(stem: Stem, channels: int, width: int) -> tuple[nn.Conv2d, nn.Module]:
-    """The first convolution, `channels` to `width`, and the pooling after it."""
+    """Return the first convolution, `channels` to `width`, and the pooling after it."""
     if stem == "small":
         return conv3x3(channels, width), nn.Identity()
     if stem == "imagenet":
@@ -53,17 +53,17 @@ class Staged(nn.Module):
     """A network with stages of blocks, `layer1`, `layer2`, ..., and He initialisation."""
 
     stages: int
-    """How many there are."""
+    """Number of stages."""
 
     reset_parameters = reset_he
 
     def build_stages(
         self, block: Callable[[int, int, int], nn.Module], depths: Sequence[int], inputs: int, width: int
     ) -> int:
-        """Add a stage of so many blocks for each of `depths`; gives the channels of the last.
+        """Add a stage of blocks for each of `depths`. Return the channels of the last.
 
-        `block(inputs, width, stride)` builds one, with `width * expansion` outputs. Each stage but the first begins
-        with a stride of 2 and has twice the width of the one before.
+        `block(inputs, width, stride)` builds a block with `width * expansion` outputs. Each stage but the first starts
+        with stride 2 and has twice the width of the one before.
         """
         if not depths or min(depths) < 1:
             raise ValueError(f"depths must be one or more numbers of at least 1, got {tuple(depths)}")
@@ -79,7 +79,7 @@ class Staged(nn.Module):
         return inputs
 
     def run_stages(self, x: Tensor) -> Tensor:
-        """One stage after the other."""
+        """Run all stages in order."""
         for number in range(self.stages):
             x = getattr(self, f"layer{number + 1}")(x)
         return x

@@ -1,8 +1,8 @@
 """SmallCNN and MediumCNN (Fort et al., 2019, "Deep Ensembles: A Loss Landscape Perspective").
 
-Plain 3x3 convolutions, each followed by dropout, a 2x2 max-pool and a ReLU, then a linear layer on all that is
-left of the image. In the authors' order the dropout comes before the pool and the ReLU after it, and the last
-convolution has none.
+Plain 3x3 convolutions, each followed by dropout, a 2x2 max-pool and a ReLU, then a linear layer on the remaining
+feature map. As in the authors' code, dropout comes before the pool and ReLU after it, and the last
+convolution has no ReLU.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class CNN(nn.Module):
         classes: outputs of the last layer.
         channels: channels of the input image.
         size: height and width of the input image.
-        dropout: the rate of the dropout after each convolution.
+        dropout: rate of the dropout after each convolution.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
     """
@@ -63,5 +63,5 @@ def small_cnn(classes: int = 10, channels: int = 3, size: int = 32, dropout: flo
 
 
 def medium_cnn(classes: int = 10, channels: int = 3, size: int = 32, dropout: float = 0.1) -> CNN:
-    """MediumCNN, (64, 128, 256, 256): `[B, channels, size, size] -> [B, classes]`, 971,146 for CIFAR-10."""
+    """MediumCNN, (64, 128, 256, 256): `[B, channels, size, size] -> [B, classes]`, 971,146 parameters for CIFAR-10."""
     return CNN((64, 128, 256, 256), classes, channels, size, dropout)

@@ -1,4 +1,4 @@
-"""Hugging Face's text models as networks of one tensor."""
+"""Hugging Face text models as networks of one tensor."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class FromTokens(nn.Module):
-    """A Hugging Face text model that is called with token numbers `[B, T]`, and answers with its logits `[B, C]`.
+    """Wrapper of a Hugging Face text model that maps token numbers `[B, T]` to logits `[B, C]`.
 
-    A number below 0 is no token: it stands behind the end of a shorter text. It is masked, and the model sees `pad`.
+    Negative numbers are padding after the end of a shorter text. They are masked and replaced by `pad`.
 
         from transformers import AutoModelForSequenceClassification
         network = FromTokens(AutoModelForSequenceClassification.from_pretrained("./my-bert"))

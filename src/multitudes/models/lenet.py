@@ -1,8 +1,8 @@
-"""LeNet-5 as Caffe has it (LeCun et al., 1998, "Gradient-Based Learning Applied to Document Recognition").
+"""LeNet-5 in Caffe's version (LeCun et al., 1998, "Gradient-Based Learning Applied to Document Recognition").
 
-Caffe's variant has wider layers than the paper, and simpler ones: 20 and 50 filters of 5x5, each layer followed by
-a 2x2 max-pool, then 500 hidden units. Caffe's example has its only ReLU after the hidden units; here, as in
-most work that names this network, one follows each convolution as well.
+Caffe's layers are wider and simpler than the paper's: 20 and 50 filters of 5x5, each layer followed by
+a 2x2 max-pool, then 500 hidden units. Caffe's example has only one ReLU, after the hidden units; here, as in
+most work that cites this network, each convolution has one too.
 """
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ class LeNet5(nn.Module):
     Args:
         classes: outputs of the last layer.
         channels: channels of the input image.
-        size: height and width of the input image, 16 or more.
+        size: height and width of the input image, at least 16.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
 

@@ -1,7 +1,7 @@
-"""The multilayer perceptron: linear layers with an activation between them.
+"""Multilayer perceptron: linear layers with an activation between them.
 
-Each hidden layer is linear, norm, activation, dropout, where norm and dropout are as wanted; a linear layer
-follows the last. An input of more than one dimension is flattened.
+Each hidden layer is linear, norm, activation, dropout, with optional norm and dropout. A linear layer
+follows the last. Inputs of more than one dimension are flattened.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class MLP(nn.Module):
-    """Hidden layers and a linear layer.
+    """Hidden layers followed by a linear layer.
 
     Args:
         inputs: numbers in one input.
         outputs: outputs of the last layer.
-        hidden: units of each hidden layer; none at all gives a linear model.
+        hidden: units of each hidden layer; empty for a linear model.
         norm: "batch", "layer" or None.
         activation: a key of `ACTIVATIONS`.
-        dropout: the rate of the dropout after each activation; no such layers where it is 0.
+        dropout: rate of the dropout after each activation; 0 omits these layers.
         bias: whether hidden layers have biases.
-        output_bias: whether the last layer has one.
+        output_bias: whether the last layer has a bias.
 
     Shape: `[B, ...] -> [B, outputs]`, with `inputs` numbers in each input.
 

@@ -1,11 +1,11 @@
 """Pre-activation residual networks (He et al., 2016, "Identity Mappings in Deep Residual Networks").
 
-BatchNorm and ReLU come before each convolution, not after it, so that nothing but sums lies on the way from
-a block's input to its output, `y = x + F(relu(bn(x)))`, and the sum of all blocks runs through the network
-untouched. The first block follows the stem's own BatchNorm and ReLU and has none of its own before
-its branches part; one more BatchNorm and ReLU follow the last block.
+BatchNorm and ReLU come before each convolution instead of after it. So the path from a block's input to its output
+has only sums, `y = x + F(relu(bn(x)))`, and the sum of all blocks passes through the network unchanged. The first
+block follows the stem's BatchNorm and ReLU and has none before its branches; one more BatchNorm and ReLU follow
+the last block.
 
-Wide residual networks (Zagoruyko & Komodakis, 2016, "Wide Residual Networks") have the same blocks: WRN-d-k has three
+Wide residual networks (Zagoruyko & Komodakis, 2016, "Wide Residual Networks") use the same blocks: WRN-d-k has three
 stages of `n = (d - 4) / 6` blocks with `16 k`, `32 k` and `64 k` channels, shallow and wide where a ResNet is deep and
 narrow. Convolutions have no biases, and there is no dropout.
 """
@@ -19,14 +19,14 @@ from multitudes.models.blocks import Staged, Stem, build_stem, check_counts, con
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Conv2d | None:
-    """The projection of a shortcut whose shape changes; `None` where the identity will do."""
+    """Return the projection for a shortcut whose shape changes; `None` if the identity suffices."""
     return None if stride == 1 and inputs == outputs else conv1x1(inputs, outputs, stride)
 
 
 class PreactivationBlock(nn.Module):
     """Two 3x3 convolutions, each after BatchNorm and ReLU: `[B, inputs, H, W] -> [B, width, H', W']`.
 
-    `H' = H / stride` and `W' = W / stride`. A block whose input is `activated` already has no first BatchNorm.
+    `H' = H / stride` and `W' = W / stride`. A block with an `activated` input has no first BatchNorm.
     """
 
     expansion = 1
@@ -42,8 +42,8 @@ class PreactivationBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x if self.bn1 is None else self.relu(self.bn1(x))
-        # A projection reads the activated input, but the identity must stay the raw one: the sum of all
-        # blocks then runs through the network untouched.
+        # A projection reads the activated input, but the identity must be the raw one: the sum of all
+        # blocks then passes through the network unchanged.
         identity = x if self.shortcut is None else self.shortcut(out)
         out = self.conv2(self.relu(self.bn2(self.conv1(out))))
         return out + identity
@@ -106,7 +106,7 @@ class PreactResNet(Staged):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
 
-        activated = chain([True], repeat(False))  # the first block follows the stem's own BatchNorm and ReLU
+        activated = chain([True], repeat(False))  # the first block follows the stem's BatchNorm and ReLU
 
         def build(inputs: int, width: int, stride: int) -> nn.Module:
             return block(inputs, width, stride, next(activated))
@@ -127,7 +127,7 @@ class WideResNet(Staged):
     """A 3x3 convolution, three stages of pre-activation blocks, global average pooling and a linear layer.
 
     Args:
-        depth: `d`, the number of layers as the paper counts them, `6 n + 4` for n blocks in each stage.
+        depth: `d`, the number of layers in the paper's convention, `6 n + 4` for n blocks in each stage.
         width: `k`, the widening factor.
         classes: outputs of the last layer.
         channels: channels of the input image.

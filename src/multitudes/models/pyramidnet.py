@@ -1,12 +1,12 @@
 """Pyramidal residual networks (Han et al., 2017, "Deep Pyramidal Residual Networks").
 
-Where a ResNet doubles its channels at each down-sampling, a PyramidNet adds a few in every block: of `N` blocks,
+A ResNet doubles its channels at each down-sampling; a PyramidNet adds a few in every block. Of `N` blocks,
 block `k` has
 
     D_k = 16 + alpha k / N
 
-channels, rounded, up to `16 + alpha` in the last ("additive" widening). A block is BN-conv-BN-ReLU-conv-BN, and
-its shortcut has no weights: average pooling where the block strides, zeros for the channels that are new.
+channels, rounded, up to `16 + alpha` in the last ("additive" widening). A block is BN-conv-BN-ReLU-conv-BN.
+Its shortcut has no weights: average pooling if the block strides, zeros for new channels.
 """
 
 from torch import Tensor, flatten, nn
@@ -32,7 +32,7 @@ class PyramidBlock(nn.Module):
         if stride > 1:
             self.shortcut.append(nn.AvgPool2d(stride, ceil_mode=True))
         if outputs > inputs:
-            # Of [B, C, H, W] it pads the last three dimensions: nothing around H and W, zeros after C.
+            # Pads the last three dimensions of [B, C, H, W]: nothing around H and W, zeros after C.
             self.shortcut.append(nn.ZeroPad3d((0, 0, 0, 0, 0, outputs - inputs)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class PyramidNet(nn.Module):
     """A 3x3 convolution, three stages of pyramidal blocks, global average pooling and a linear layer.
 
     Args:
-        depth: the number of layers as the paper counts them, `6 n + 2` for n blocks in each stage.
+        depth: the number of layers in the paper's convention, `6 n + 2` for n blocks in each stage.
         widening: `alpha`, the channels that all blocks together add to the first 16.
         classes: outputs of the last layer.
         channels: channels of the input image.

@@ -1,7 +1,7 @@
 """Residual networks (He et al., 2016, "Deep Residual Learning for Image Recognition").
 
-A block adds what it computes to what it was given, `y = relu(F(x) + shortcut(x))`. Stages of blocks, four as a rule,
-follow a stem; each stage but the first halves the feature map and doubles its channels.
+A block adds its result to its input, `y = relu(F(x) + shortcut(x))`. Stages of blocks, usually four, follow a stem.
+Each stage but the first halves the feature map and doubles its channels.
 
     stem        first layers                        32 x 32 image ends as    224 x 224 image ends as
     small       3x3, stride 1                       4 x 4                    28 x 28
@@ -14,19 +14,19 @@ Two variants widen the bottlenecks inside:
   group for each `T_i`; "32x4d" means 32 groups of 4 channels each in the first stage.
 - WRN-50-2 (Zagoruyko & Komodakis, 2016) is a ResNet-50 whose bottlenecks are twice as wide.
 
-Names and shapes of the state dict are torchvision's, so that its checkpoints load into `stem="imagenet"`.
+Names and shapes in the state dict are torchvision's, so its checkpoints load into `stem="imagenet"`.
 
 For CIFAR (section 4.2 of the paper), ResNet-20, -32, -44, -56 and -110 are thinner and longer: three stages of
 `n = (depth - 2) / 6` basic blocks with 16, 32 and 64 channels. A shortcut whose shape changes is a 1x1 convolution and
-a BatchNorm, as in the other ResNets (option B of the paper), where the paper's own CIFAR networks pad with zeros
-(option A). Of ResNet-20 with 10 classes there are thus four counts:
+a BatchNorm, as in the other ResNets (option B of the paper); the paper's own CIFAR networks pad with zeros
+(option A). So there are four parameter counts of ResNet-20 with 10 classes:
 
     shortcuts padded with zeros                                                       269,722
     here: two projections with BatchNorm                                              272,474
     Keras's "ResNet20v1": a bias in each convolution, no BatchNorm in shortcuts       273,066
-    the same, with the running statistics that Keras counts as well                   274,442
+    the same, with the running statistics, which Keras also counts                    274,442
 
-A bias in front of a BatchNorm changes nothing, so that Keras's network is this one but for the shortcuts' norm.
+A bias before a BatchNorm has no effect, so Keras's network is the same except for the BatchNorm in shortcuts.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from multitudes.models.blocks import Staged, Stem, build_stem, check_counts, con
 
 
 def _downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    """The projection of a shortcut whose shape changes; `None` where the identity will do."""
+    """Return the projection for a shortcut whose shape changes; `None` if the identity suffices."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(conv1x1(inputs, outputs, stride), nn.BatchNorm2d(outputs))
@@ -71,7 +71,7 @@ class Bottleneck(nn.Module):
 
     The stride is on the 3x3 convolution ("v1.5", as in torchvision), not on the first 1x1 as in the paper,
     where it would discard three quarters of the input. The 3x3 convolution has `groups` groups of
-    `width_per_group` channels where `width` is 64, and in proportion elsewhere.
+    `width_per_group` channels if `width` is 64, and in proportion otherwise.
     """
 
     expansion = 4
@@ -149,7 +149,7 @@ class CifarResNet(ResNet):
     """A 3x3 convolution, three stages of basic blocks, global average pooling and a linear layer.
 
     Args:
-        depth: the number of layers as the paper counts them, `6 n + 2` for n blocks in each stage.
+        depth: the number of layers in the paper's convention, `6 n + 2` for n blocks in each stage.
         classes: outputs of the last layer.
         channels: channels of the input image.
         width: channels of the first stage.

@@ -1,12 +1,11 @@
 """U-Net (Ronneberger et al., 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation").
 
 An encoder halves the image four times while its channels double, a decoder doubles it again, and at each size the
-decoder also reads what the encoder had there. So each pixel of the output depends both on a wide surrounding
-and on fine detail. Convolutions are padded, so that the output is as large as the image, and followed by
-BatchNorm.
+decoder also reads the encoder's features. So each output pixel depends on both a wide context and fine detail.
+Convolutions are padded, so the output has the size of the image, and followed by BatchNorm.
 
-The six dropouts are where Bayesian SegNet (Kendall et al., 2017) has them: in the deepest three parts of the encoder
-and the deepest three of the decoder, on single values, at 0.5. What is handed across stays whole.
+The six dropouts are placed as in Bayesian SegNet (Kendall et al., 2017): in the three deepest parts of the encoder
+and of the decoder, on single values, at rate 0.5. Skip connections have no dropout.
 """
 
 import torch
@@ -29,9 +28,9 @@ def _convolve(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Up(nn.Module):
-    """One step of the decoder: `x [B, 2 C, H, W]` and the encoder's `skip [B, C, H', W']` to `[B, C, H', W']`.
+    """Decoder step: `x [B, 2 C, H, W]` and the encoder's `skip [B, C, H', W']` to `[B, C, H', W']`.
 
-    `H'` and `W'` are at most twice `H` and `W`: where the encoder had rounded up, the surplus is cut off.
+    `H'` and `W'` are at most twice `H` and `W`. If the encoder rounded up, the surplus is cut off.
     """
 
     def __init__(self, outputs: int) -> None:
@@ -51,7 +50,7 @@ class UNet(nn.Module):
         classes: channels of the output.
         channels: channels of the input image.
         width: channels at the image's own size; 16 times as many at the bottom.
-        dropout: the rate of the six dropouts.
+        dropout: rate of the six dropouts.
 
     Shape: `[B, channels, H, W] -> [B, classes, H, W]`, for any `H` and `W`.
 
@@ -86,7 +85,7 @@ class UNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As in ResNet; the last convolution as a linear layer, for it counts few outputs and no ReLU follows."""
+        """Reset as in ResNet, but the last convolution as a linear layer: it has few outputs and no ReLU after it."""
         reset_he(self)
         self.fc.reset_parameters()
 

@@ -1,8 +1,8 @@
-"""The network for tables: each number embedded, then a multilayer perceptron.
+"""Network for tables: embeddings of numbers, then a multilayer perceptron.
 
 Gorishniy, Rubachev and Babenko, *On Embeddings for Numerical Features in Tabular Deep Learning* (2022): a perceptron
-learns jumps and bends of one column badly, so each number first becomes a vector. Piecewise-linear embeddings, with a
-linear part beside that is all there is in the beginning, are those of Gorishniy et al., *TabM* (2025).
+is bad at learning jumps and bends in one column, so each number first becomes a vector. The piecewise-linear embeddings
+are those of Gorishniy et al., *TabM* (2025): they add a linear part, and only this part is nonzero at the start.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from multitudes.models.blocks import check_counts
 from multitudes.models.perceptron import MLP
 
 Layout = Sequence[int | Sequence[float]]
-"""What the features of a table are, in order: of a number the edges of its bins, of n zeros and ones n."""
+"""Features of a table in order: for a number, the edges of its bins; for n zeros and ones, n."""
 
 FEW = 20
-"""A column of more zeros and ones than these is embedded."""
+"""Columns with more zeros and ones than this are embedded."""
 
 FREQUENCIES, SIGMA = 48, 0.05
-"""How many frequencies a periodic embedding begins with, and their deviation."""
+"""Number of frequencies of a periodic embedding, and their initial deviation."""
 
 
 class PiecewiseLinear(nn.Module):
-    """Each of F numbers as a vector: a line, and a bend at every edge of its bins. `[..., F] -> [..., F * width]`.
+    """Embed F numbers as vectors: a line, with a bend at every edge of its bins. `[..., F] -> [..., F * width]`.
 
-    A number is written as one value a bin: 1 in those below it, 0 in those above it, in its own how far it has come;
-    the first and the last bin go on without an end. The vector is a linear map of that and of the number itself.
+    A number is encoded as one value per bin: 1 for bins below it, 0 for bins above it, and its relative position in its
+    own bin. The first and last bins extend to infinity. The vector is linear in this encoding and the number itself.
     """
 
     def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
@@ -74,7 +74,7 @@ class PiecewiseLinear(nn.Module):
 
 
 class Periodic(nn.Module):
-    """Each of F numbers as a vector: sines and cosines of learned frequencies, a linear map, and a rectifier.
+    """Embed F numbers as vectors: sines and cosines of learned frequencies, a linear map, and a ReLU.
 
     `[..., F] -> [..., F * width]`.
     """
@@ -102,7 +102,7 @@ class Periodic(nn.Module):
 
 
 class Categories(nn.Module):
-    """A vector for each of many categories, which come as zeros and ones: `[B, count] -> [B, width]`."""
+    """Embed a column of many categories, given as zeros and ones: `[B, count] -> [B, width]`."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class Categories(nn.Module):
 
 
 def embedded(written: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear map of its own for each of F numbers: `[..., F, K] -> [..., F * width]`."""
+    """Apply a separate linear map to each of F numbers: `[..., F, K] -> [..., F * width]`."""
     return (torch.einsum("...fk,fkw->...fw", written, weight) + bias).flatten(-2)
 
 
 def check_edges(edges: Sequence[Sequence[float]]) -> None:
-    """Rising numbers, two or more of each column."""
+    """Raise unless every column has two or more rising edges."""
     for at, each in enumerate(edges):
         bins = torch.tensor(list(each), dtype=torch.float32)
         if len(each) < 2 or not bool(bins.isfinite().all()) or not bool((bins.diff() > 0).all()):
@@ -130,20 +130,19 @@ def check_edges(edges: Sequence[Sequence[float]]) -> None:
 
 
 class Tabular(nn.Module):
-    """Embeddings of numbers, and an `MLP`, which sees them side by side with all zeros and ones.
+    """Embeddings of numbers, and an `MLP` on these and all zeros and ones.
 
     Args:
         inputs: features of a row.
         outputs: outputs of the last layer.
-        layout: what the features are, in order: of a number the edges of its bins, of n features of zeros and ones that
-            belong together n (see `Data.layout`); by default all are numbers that are spread like the normal
-            distribution.
-        embedding: "piecewise", "periodic" or None, which leaves numbers as they are.
-        width: of each embedding.
-        bins: how many bins numbers have, where there is no layout.
-        hidden: units of each hidden layer; by default 512 in two, and without embeddings in three.
-        dropout: the rate of the dropout after each hidden layer.
-        activation: as of `MLP`.
+        layout: features in order: for a number, the edges of its bins; for n features of zeros and ones that belong
+            together, n (see `Data.layout`). By default all are numbers with a normal distribution.
+        embedding: "piecewise", "periodic" or None, which leaves numbers unchanged.
+        width: size of each embedding.
+        bins: number of bins per number, if there is no layout.
+        hidden: units of each hidden layer; by default two layers of 512, or three without embeddings.
+        dropout: rate of the dropout after each hidden layer.
+        activation: as in `MLP`.
 
     Shape: `[B, inputs] -> [B, outputs]`.
 
@@ -178,7 +177,7 @@ class Tabular(nn.Module):
         check_edges(edges)
         many = [at for at, each in enumerate(layout) if isinstance(each, int) and each > FEW]
         few = [at for at in range(len(layout)) if at not in numbers and at not in many]
-        # Numbers, then columns of many zeros and ones, then the others: the order in which the perceptron sees them.
+        # The perceptron's inputs: numbers, then columns of many zeros and ones, then the others.
         self.sizes = [len(numbers), *(sizes[at] for at in many), sum(sizes[at] for at in few)]
         places = [p for at in (*numbers, *many, *few) for p in range(starts[at], starts[at] + sizes[at])]
         self.register_buffer("order", torch.tensor(places), persistent=True)
@@ -191,10 +190,10 @@ class Tabular(nn.Module):
 
     order: Tensor
     chunks: list[int]
-    """How many of the perceptron's inputs each column has, one after the other."""
+    """Number of the perceptron's inputs for each column, in order."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Several rows may come side by side, `[B, n * inputs]`, to a perceptron that was widened for them (MIMO).
+        # A network widened by MIMO gets several concatenated rows, `[B, n * inputs]`.
         rows = x.unflatten(-1, (-1, self.inputs)).index_select(-1, self.order)
         ends = list(accumulate(self.sizes))
         numbers, few = rows[..., : ends[0]], rows[..., ends[-2] :]
@@ -204,7 +203,7 @@ class Tabular(nn.Module):
 
 
 def _normal_layout(inputs: int, bins: int) -> Layout:
-    """As of numbers of the normal distribution: bins of the same probability, the ends at 0.1 % of it."""
+    """Return bins of equal probability for normally distributed numbers, with ends at 0.1 % or at most half a bin."""
     levels = torch.linspace(0, 1, bins + 1, dtype=torch.float64).clamp(min(1e-3, 0.5 / bins), 1 - min(1e-3, 0.5 / bins))
     return [torch.special.ndtri(levels).tolist()] * inputs
 

@@ -1,16 +1,16 @@
 """VGG networks with batch norm (Simonyan & Zisserman, 2015, "Very Deep Convolutional Networks ...").
 
 Five stages of 3x3 convolutions, each followed by BatchNorm and ReLU, with a max-pool after each stage. VGG-16 and
-VGG-19 are named after their layers with weights, of which the paper's classifier has three.
+VGG-19 are named after their number of layers with weights, three of which are the paper's classifier.
 
-The classifier here is the one of CIFAR: global average pooling and a single linear layer. A 32 x 32 image ends
-as 1 x 1, so that the pooling does nothing there; it makes room for larger images. The paper's own, of two hidden
+The classifier here is that of CIFAR networks: global average pooling and a single linear layer. A 32 x 32 image ends
+as 1 x 1, so the pooling has no effect there; it supports larger images. The paper's own classifier, two hidden
 layers of 4096 units with dropout, is for 224 x 224 images. `features` has the names and shapes of torchvision's
 `vgg16_bn` and `vgg19_bn`.
 
 The VGG-like network for CIFAR (Zagoruyko, 2015, "92.45% on CIFAR-10 in Torch") is VGG-16 with dropout between the
-convolutions of a stage, 0.3 in the first and 0.4 in the others, and a classifier with one hidden layer of 512 units,
-with BatchNorm, and dropout 0.5 before each of its linear layers.
+convolutions of a stage, 0.3 in the first and 0.4 in the others. Its classifier has one hidden layer of 512 units
+with BatchNorm, and dropout 0.5 before each linear layer.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _features(
     eps: float = 1e-5,
     ceil_mode: bool = False,
 ) -> nn.Sequential:
-    """Five stages of convolutions, dropout between them: `[B, channels, H, W] -> [B, 8 width, H / 32, W / 32]`."""
+    """Build five stages of convolutions and dropout: `[B, channels, H, W] -> [B, 8 width, H / 32, W / 32]`."""
     layers, inputs = nn.Sequential(), channels
     for depth, factor, dropout in zip(depths, (1, 2, 4, 8, 8), dropouts, strict=True):
         for position in range(depth):
@@ -44,7 +44,7 @@ def _features(
 
 
 class VGG(nn.Module):
-    """Five stages of convolutions and a max-pool each, global average pooling and a linear layer.
+    """Five stages of convolutions with a max-pool each, global average pooling and a linear layer.
 
     Args:
         depths: convolutions in each of the five stages.
@@ -74,7 +74,7 @@ class VGG(nn.Module):
 
 
 class VGGLike(nn.Module):
-    """Five stages of convolutions with dropout, and a max-pool each; then two linear layers.
+    """Five stages of convolutions with dropout and a max-pool each, then two linear layers.
 
     Args:
         classes: outputs of the last layer.
@@ -89,7 +89,7 @@ class VGGLike(nn.Module):
     def __init__(self, classes: int = 10, channels: int = 3, width: int = 64) -> None:
         super().__init__()
         check_counts(classes=classes, channels=channels, width=width)
-        # Pools round up, so that images below 32 x 32 end as 1 x 1, too.
+        # Pools round up, so that images below 32 x 32 also end as 1 x 1.
         self.features = _features(channels, width, (2, 2, 3, 3, 3), (0.3, 0.4, 0.4, 0.4, 0.4), 1e-3, ceil_mode=True)
         self.flatten = nn.Flatten()
         self.classifier = nn.Sequential(

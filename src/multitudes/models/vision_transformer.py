@@ -1,9 +1,9 @@
 """Vision transformers for small images (Dosovitskiy et al., 2021, "An Image Is Worth 16x16 Words").
 
-An image is cut into patches, each of which becomes a token; a class token is put before them, and positions are added.
-Then come blocks of attention and a feed-forward network, each normalised before it and added to what it was given. A
-linear layer reads the class token. Weights are drawn from a normal distribution of deviation 0.02, cut at two
-deviations, as the authors' code does it.
+An image is split into patches, each of which becomes a token. A class token is prepended, and positions are added.
+Then follow blocks of attention and a feed-forward network, both with a norm before and a residual connection. A
+linear layer reads the class token. Weights are drawn from a normal distribution of deviation 0.02, truncated at two
+deviations, as in the authors' code.
 """
 
 import torch
@@ -17,7 +17,7 @@ DEVIATION = 0.02
 
 
 class Attention(nn.Module):
-    """Attention of tokens to each other, `[B, T, width] -> [B, T, width]`, by heads of `size` channels each."""
+    """Self-attention of tokens, `[B, T, width] -> [B, T, width]`, with heads of `size` channels."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each added to its input: `[B, T, width] -> [B, T, width]`."""
+    """Attention and a feed-forward network with residual connections: `[B, T, width] -> [B, T, width]`."""
 
     def __init__(self, width: int, heads: int, expansion: int, dropout: float) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class ViT(nn.Module):
         width: channels of a token, a multiple of `heads`.
         depth: the number of blocks.
         heads: heads of each attention.
-        expansion: how many times wider the feed-forward network is than a token.
-        dropout: the rate of the dropout after each linear layer of a block.
+        expansion: ratio of the feed-forward network's width to that of a token.
+        dropout: rate of the dropout after the positions, each attention and each feed-forward layer.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
 
@@ -97,7 +97,7 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights afresh."""
+        """Reset all weights."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.trunc_normal_(module.weight, std=DEVIATION, a=-2 * DEVIATION, b=2 * DEVIATION)

@@ -1,15 +1,15 @@
 """Attacks on the predictive mean of a multitude, or on a plain network.
 
 - `fgsm`: one step along the sign of the gradient (Goodfellow et al., "Explaining and Harnessing Adversarial
-  Examples", 2015); with `frequencies=`, limited to a band of frequencies (Park & Kim, "Blurs Behave Like Ensembles",
+  Examples", 2015); with `frequencies=`, limited to a frequency band (Park & Kim, "Blurs Behave Like Ensembles",
   2022, appendix E).
 - `pgd`: many steps inside a ball, after a random start (Madry et al., "Towards Deep Learning Models Resistant to
   Adversarial Attacks", 2018).
-- `iterative_fast_sign`: many steps of a fixed length along the sign of the gradient, with no ball around the input
+- `iterative_fast_sign`: many steps of a fixed length along the sign of the gradient, without a ball around the input
   (Neklyudov et al., "Variance Networks: When Expectation Does Not Meet Your Expectations", 2019, section 6.3).
 
-The loss that an attack raises is that of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted
-attack lowers it for the target class. Each step makes draws of its own: an expectation over draws.
+An attack raises the loss of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted attack lowers it
+for the target class. Each step makes new draws, to attack the expectation over draws.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from multitudes.shift.noise import generator_of, normal, uniform
 
 @dataclass(frozen=True)
 class Attack:
-    """Attacked images, and the predictions for them at each iteration.
+    """Attacked images, and their predictions at each iteration.
 
-    Iteration 0 is the input as it was given, iteration k what k steps have made of it, K the last.
+    Iteration 0 is the given input, iteration k the result of k steps, and K the last.
 
     >>> y, predicted = torch.tensor([0, 1, 1, 1]), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]])
     >>> attack = Attack(torch.zeros(4, 1), predicted, torch.zeros(2, 4), y, targeted=False, labels=y)
@@ -46,47 +46,47 @@ class Attack:
     """
 
     images: Tensor
-    """The attacked images, `[B, ...]`, of the input's dtype and on its device."""
+    """Attacked images, `[B, ...]`, with the dtype and device of the input."""
 
     predicted: Tensor
-    """The most probable class at each iteration, `[K + 1, B]`."""
+    """Most probable class at each iteration, `[K + 1, B]`."""
 
     entropies: Tensor
-    """The entropy of the predictive mean in nats at each iteration, `[K + 1, B]`."""
+    """Entropy of the predictive mean in nats at each iteration, `[K + 1, B]`."""
 
     y: Tensor
-    """The classes that the attack leads away from, or to where it is `targeted`, `[B]`."""
+    """Classes that the attack moves away from, or towards if `targeted`, `[B]`."""
 
     targeted: bool
     labels: Tensor | None
-    """The true classes, `[B]`, where they are known."""
+    """True classes, `[B]`, if known."""
 
     @property
     def accuracy(self) -> Tensor:
-        """The fraction of inputs whose true class is predicted, at each iteration, `[K + 1]`."""
+        """Fraction of inputs with the true class predicted, at each iteration, `[K + 1]`."""
         if self.labels is None:
             raise ValueError("accuracy needs the true classes: give the targeted attack labels=")
         return (self.predicted == self.labels).float().mean(1)
 
     @property
     def success_rate(self) -> Tensor:
-        """The fraction of the inputs on which the attack could succeed that it has succeeded on, `[K + 1]`.
+        """Fraction of successful attacks, among inputs where it could succeed, `[K + 1]`.
 
-        Untargeted: of the inputs whose class was predicted, those for which another is (the attack success rate of Park
-        & Kim, Table E.2). Targeted: of the inputs for which another class was predicted, those for which `y` is. NaN
-        where there was no such input.
+        Untargeted: among correctly classified inputs, those with another class now (the attack success rate of Park
+        & Kim, Table E.2). Targeted: among inputs with another class predicted, those with `y` now. NaN without such
+        inputs.
         """
         reached = (self.predicted == self.y) if self.targeted else (self.predicted != self.y)
         return reached[:, ~reached[0]].float().mean(1)
 
     @property
     def entropy(self) -> Tensor:
-        """The mean predictive entropy in nats, at each iteration, `[K + 1]`."""
+        """Mean predictive entropy in nats at each iteration, `[K + 1]`."""
         return self.entropies.mean(1)
 
     @staticmethod
     def concat(parts: Iterable[Attack]) -> Attack:
-        """Join the attacks on several batches, which must be alike in their steps and in `targeted`."""
+        """Join the attacks on several batches, with the same steps and the same `targeted`."""
         parts = list(parts)
         if not parts:
             raise ValueError("parts must hold at least one Attack, got none")
@@ -117,23 +117,23 @@ def fgsm(
     seed: int | None = None,
     bounds: Bounds = (0, 1),
 ) -> Attack:
-    """The fast gradient sign method: `x + epsilon sign(grad L)`.
+    """Attack by the fast gradient sign method: `x + epsilon sign(grad L)`.
 
     With `frequencies=(low, high)`, in units of pi (see `frequency_noise`), only that band of the sign's spectrum is
-    kept, and scaled so that the largest change to an image is epsilon: `x + c F^-1(F(sign(grad L)) * M)`.
+    kept, scaled so that the largest change to an image is epsilon: `x + c F^-1(F(sign(grad L)) * M)`.
 
     Args:
-        net: a multitude for classification, or a plain network `[B, ...] -> [B, C]`. It is run in evaluation mode, and
-            left as it was.
-        x: images `[B, ...]`, inside the bounds.
-        y: the classes to lead away from, `[B]`; with `targeted`, the classes to lead to.
-        epsilon: the radius of the l-inf ball. It is respected exactly, after rounding and clipping too.
-        frequencies: the band that the perturbation is limited to, before it is clipped; None for all frequencies.
+        net: a multitude for classification, or a plain network `[B, ...] -> [B, C]`. It runs in evaluation mode, and
+            is not changed.
+        x: images `[B, ...]` within the bounds.
+        y: classes to move away from, `[B]`; with `targeted`, classes to reach.
+        epsilon: radius of the l-inf ball, respected exactly even after rounding and clipping.
+        frequencies: frequency band of the perturbation, before clipping; None for all frequencies.
         targeted: whether `y` are the classes to reach.
-        labels: the true classes of a targeted attack, for its accuracy.
-        draws: how many draws of each member the gradient is an expectation over; the network's own number by default.
-        seed: makes draws repeatable.
-        bounds: the least and the largest value of a pixel; None for none.
+        labels: true classes for a targeted attack, to compute its accuracy.
+        draws: draws per member to average the gradient over; by default the network's own number.
+        seed: makes draws reproducible.
+        bounds: minimum and maximum of a pixel; None for no bounds.
 
     >>> net = nn.Linear(2, 2)
     >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
@@ -169,19 +169,19 @@ def pgd(
     seed: int | None = None,
     bounds: Bounds = (0, 1),
 ) -> Attack:
-    """Projected gradient descent: steps along the gradient, each projected back into the ball around `x`.
+    """Attack by projected gradient descent: steps along the gradient, each projected to the ball around `x`.
 
     With `norm="linf"` a step is `step_size sign(grad L)`, with `norm="l2"` it is `step_size grad L / |grad L|_2`.
 
     Args:
         net, x, y, targeted, labels, draws, bounds: see `fgsm`.
-        epsilon: the radius of the ball. It is respected exactly, after rounding and clipping too; an l2 norm is that
-            computed in float64.
-        steps: how many steps.
-        step_size: the length of one; by default `2.5 epsilon / steps`, which can cross the ball.
-        norm: `"linf"` or `"l2"`, of the ball and of the steps.
-        random_start: whether to start from a point drawn uniformly from the ball, instead of from `x`.
-        seed: makes the start, and draws, repeatable.
+        epsilon: radius of the ball, respected exactly even after rounding and clipping; the l2 norm is computed in
+            float64.
+        steps: number of steps.
+        step_size: length of one step; the default `2.5 epsilon / steps` can cross the ball.
+        norm: `"linf"` or `"l2"`, for the ball and the steps.
+        random_start: whether to start from a uniform point of the ball, instead of from `x`.
+        seed: makes the start and the draws reproducible.
 
     >>> net = nn.Linear(2, 2)
     >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -219,16 +219,16 @@ def iterative_fast_sign(
     seed: int | None = None,
     bounds: Bounds = (0, 1),
 ) -> Attack:
-    """The iterative fast sign attack: `x_{k+1} = x_k + step_size sign(grad L(x_k))`, clipped to the bounds alone.
+    """Attack by iterative fast sign: `x_{k+1} = x_k + step_size sign(grad L(x_k))`, clipped only to the bounds.
 
-    Fig. 2 of the variance networks paper is the `success_rate` and the `entropy` of such an attack with
-    `targeted=True`, 10 draws of each network, and a step of 0.5 in units of pixels that the paper does not name: if
-    they go from 0 to 255, `step_size=0.5 / 255` here.
+    Fig. 2 of the variance networks paper shows the `success_rate` and the `entropy` of such an attack with
+    `targeted=True`, 10 draws of each network, and a step of 0.5 in pixel units that the paper does not name. For units
+    from 0 to 255, this is `step_size=0.5 / 255` here.
 
     Args:
         net, x, y, targeted, labels, draws, seed, bounds: see `fgsm`.
-        step_size: the paper's epsilon, the most that one step changes a pixel, exactly.
-        steps: how many steps.
+        step_size: the paper's epsilon, the exact maximum change of a pixel in one step.
+        steps: number of steps.
 
     >>> net = nn.Linear(2, 2)
     >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
@@ -244,7 +244,7 @@ def iterative_fast_sign(
     return _attack(net, x, y, steps, advance, None, targeted, labels, draws, seed, bounds)
 
 
-# -- the loop that all attacks share -------------------------------------------------------------------------
+# -- the loop shared by all attacks --------------------------------------------------------------------------
 
 
 def _attack(
@@ -260,7 +260,7 @@ def _attack(
     seed: int | None,
     bounds: Bounds,
 ) -> Attack:
-    """`steps` times `advance(images, the direction in which the objective rises)`, from `start()` or from `x`."""
+    """Run `advance(images, ascent direction of the objective)` for `steps` steps, from `start()` or from `x`."""
     check_call(net, x, bounds)
     check_labels("y", y, x)
     check_seed(seed)
@@ -270,7 +270,7 @@ def _attack(
             raise ValueError("labels are for a targeted attack; an untargeted one has the true classes in y")
         labels = labels.to(x.device)
     y = y.to(x.device)
-    # With a seed, each iteration has draws of its own, or the attack would fit itself to one set of them.
+    # With a seed, each iteration has its own draws; otherwise the attack would overfit one set of draws.
     seeds = [None if seed is None else mixed(seed, step) for step in range(steps + 1)]
     record: list[tuple[Tensor, Tensor]] = []
 
@@ -288,7 +288,7 @@ def _attack(
             images = start()
         for step in range(steps):
             predictions, gradient = _gradient(net, images, y, draws, seeds[step])
-            if len(record) == step:  # predictions for a random start are left out: iteration 0 is the input
+            if len(record) == step:  # skip predictions at a random start: iteration 0 is the input
                 keep(predictions)
             images = advance(images, -gradient if targeted else gradient)
         keep(class_predictions(net, images, draws, seeds[steps]))
@@ -297,7 +297,7 @@ def _attack(
 
 
 def _gradient(net: nn.Module, x: Tensor, y: Tensor, draws: int | None, seed: int | None) -> tuple[Tensor, Tensor]:
-    """The predictions for `x`, `[S, B, C]`, and the direction in which each input's loss rises, `[B, ...]`."""
+    """Return predictions for `x`, `[S, B, C]`, and the ascent direction of each input's loss, `[B, ...]`."""
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         predictions = class_predictions(net, x, draws, seed)
@@ -313,9 +313,9 @@ def _gradient(net: nn.Module, x: Tensor, y: Tensor, draws: int | None, seed: int
 
 
 def _odds(predictions: Tensor, y: Tensor) -> Tensor:
-    """`sum_b log (1 - p_b) / p_b`, where p_b is the mean over S of the probabilities of y_b, from `[S, B, C]`.
+    """Return `sum_b log (1 - p_b) / p_b`, where p_b is the mean over S of the probabilities of y_b, from `[S, B, C]`.
 
-    Its gradient is that of `-log p_b` divided by `1 - p_b`: the same direction, also where p_b rounds to 1.
+    Its gradient is that of `-log p_b` divided by `1 - p_b`: the same direction, even if p_b rounds to 1.
     """
     values = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
     log_sum = F.log_softmax(values, 2).logsumexp(0)
@@ -327,7 +327,7 @@ def _odds(predictions: Tensor, y: Tensor) -> Tensor:
 
 
 def _near(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
-    """The nearest images inside the bounds that are at most epsilon from `x` in every pixel, exactly."""
+    """Return the nearest images within the bounds that differ from `x` by at most epsilon in every pixel, exactly."""
     radius = torch.tensor(epsilon, dtype=x.dtype, device=x.device)
     radius = torch.where(radius.double() > epsilon, radius.nextafter(torch.zeros_like(radius)), radius).double()
     exact = x.double()
@@ -336,9 +336,9 @@ def _near(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
 
 
 def _near_l2(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
-    """Images inside the bounds whose l2 distance from `x` is at most epsilon, exactly."""
+    """Return images within the bounds whose l2 distance from `x` is at most epsilon, exactly."""
     images = _clipped(images, bounds)
-    # What clipping and rounding leave beyond the ball is pulled back by a little more each time, at last to x itself.
+    # If clipping and rounding leave the ball, pull back a little more each time, in the limit to x itself.
     slack = torch.finfo(x.dtype).eps / 2
     while True:
         change = images.double() - x.double()
@@ -356,14 +356,14 @@ def _clipped(images: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _unit(direction: Tensor) -> Tensor:
-    """Each image's direction with an l2 norm of 1; 0 where it is 0."""
+    """Scale each image's direction to l2 norm 1; zero stays zero."""
     flat = direction.flatten(1)
     flat = flat / flat.abs().amax(1, keepdim=True).clamp(min=torch.finfo(flat.dtype).tiny)  # squares could underflow
     return F.normalize(flat, dim=1).view_as(direction)
 
 
 def _in_unit_ball(x: Tensor, norm: str, seed: int | None) -> Tensor:
-    """Points drawn uniformly from the unit ball, `[B, ...]`, on the CPU so that a seed means the same everywhere."""
+    """Draw uniform points from the unit ball, `[B, ...]`, on the CPU so that a seed gives the same on all devices."""
     generator, like = generator_of(seed), torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
     if norm == "linf":
         return uniform(x.shape, -1, 1, like, generator).to(x)

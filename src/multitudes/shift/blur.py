@@ -12,9 +12,9 @@ from multitudes.shift.noise import uniform
 
 
 def disk(radius: float, rim: float) -> Tensor:
-    """A disk `[K, K]` with a blurred rim that sums to 1.
+    """Return a disk `[K, K]` with a blurred rim that sums to 1.
 
-    The published kernel is cut off where a disk of radius 8 is blurred, so that it sums to slightly more than 1; here
+    The published kernel truncates the blur of a disk of radius 8, so it sums to slightly more than 1. Here
     the grid has room for the rim.
     """
     spread = 1 if radius <= 8 else 2
@@ -22,20 +22,20 @@ def disk(radius: float, rim: float) -> Tensor:
     offsets = torch.arange(-reach, reach + 1, dtype=torch.float64)
     inside = (offsets[:, None] ** 2 + offsets**2 <= radius**2).double()
     taps = gaussian_taps(rim, spread)
-    return correlate(inside / inside.sum(), taps[:, None] * taps, border="nearest")  # which is 0
+    return correlate(inside / inside.sum(), taps[:, None] * taps, border="nearest")  # the border is 0
 
 
 def defocus_blur(x: Tensor, generator: torch.Generator, radius: float, rim: float) -> Tensor:
-    """Correlate with a disk: a lens out of focus."""
+    """Correlate with a disk, like a lens out of focus."""
     return correlate(x, disk(radius, rim))
 
 
 def glass_blur(x: Tensor, generator: torch.Generator, sigma: float, reach: int, rounds: int) -> Tensor:
-    """Blur, exchange neighbouring pixels, blur: frosted glass.
+    """Blur, exchange neighbouring pixels, and blur again, like frosted glass.
 
-    Pixel after pixel, from the last to the first, changes places with a random one at most `reach` away, as in the
-    published code's loop. (That loop means to exchange colour pixels, but copies one over the other, NumPy's views
-    being what they are; here they are exchanged.)
+    Each pixel, from the last to the first, changes places with a random one at most `reach` away, as in the
+    published code's loop. (For colour images that loop copies one pixel over the other, since NumPy slices are views.
+    Here they are exchanged.)
     """
     blurred = gaussian_filter(x, sigma)
     batch, channels, height, width = x.shape
@@ -48,13 +48,13 @@ def glass_blur(x: Tensor, generator: torch.Generator, sigma: float, reach: int, 
 
 
 def exchanged(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
-    """Where each pixel of the shuffled images comes from, `[B, H * W]`, for moves `[rounds, 2, B, rows, columns]`.
+    """Return the source of each shuffled pixel, `[B, H * W]`, for moves `[rounds, 2, B, rows, columns]`.
 
-    `moves[round, :, image, i, j]` is how many rows and columns away the other pixel is, for the pixel i rows and j
-    columns before the last that has room to move. The loop goes by i, then j. An exchange touches less than `2 reach`
-    rows and columns around its pixel. So those of equal `2 reach i + j` touch no common pixel, and of two that do, the
-    one with the smaller number comes earlier in the loop: making those of equal number at once, by rising number,
-    gives exactly what the loop gives.
+    `moves[round, :, image, i, j]` is the offset, in rows and columns, of the other pixel, for the pixel i rows and j
+    columns before the last that has room to move. The loop runs over i, then j. An exchange touches less than `2 reach`
+    rows and columns around its pixel. So pixels with equal `2 reach i + j` touch no common pixel. Of two that do, the
+    one with the smaller number comes first in the loop. Therefore one batch per number, in ascending order, gives
+    exactly the result of the loop.
     """
     batch, rows, columns = moves.shape[2:]
     source = torch.arange(height * width, device=moves.device).repeat(batch, 1)
@@ -73,12 +73,12 @@ def exchanged(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
 
 
 def motion_blur(x: Tensor, generator: torch.Generator, radius: int, sigma: float) -> Tensor:
-    """Blur along a line, at an angle of its own for each image, -45 to 45 degrees: a camera in motion."""
+    """Blur along a line at a random angle for each image, -45 to 45 degrees, like a moving camera."""
     return motion(x, radius, sigma, uniform((len(x),), -45, 45, x, generator))
 
 
 def zoom_blur(x: Tensor, generator: torch.Generator, count: int, step: float) -> Tensor:
-    """The mean of the image and its enlargements: a camera that moves towards its object."""
+    """Average the image and its enlargements, like a camera moving towards its object."""
     total = x.clone()
     for number in range(count):
         total += zoom(x, 1 + number * step)

@@ -1,4 +1,4 @@
-"""What attacks, noise and corruptions ask of their arguments, and of a network."""
+"""Checks of arguments and networks for attacks, noise and corruptions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from multitudes.core.predictor import multitude_of
 
 Bounds = tuple[float, float] | None
-"""The least and the largest value that a pixel may have; None for pixels without bounds."""
+"""Minimum and maximum of a pixel; None for no bounds."""
 
 
 def class_predictions(net: nn.Module, x: Tensor, draws: int | None, seed: int | None) -> Tensor:
-    """The predictions of a multitude or a plain network for the classes of `x`, `[S, B, C]`."""
+    """Predict classes of `x` by a multitude or a plain network, `[S, B, C]`."""
     multitude = multitude_of(net)
     if multitude.reading.class_axis != 1:
         raise ValueError(f"net must be for classification, got a multitude for {multitude.task}")
@@ -29,7 +29,7 @@ def class_predictions(net: nn.Module, x: Tensor, draws: int | None, seed: int | 
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> None:
-    """Labels must be whole numbers, 0 or more, one for each input."""
+    """Raise unless labels are integers, at least 0, one for each input."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         kind = getattr(labels, "dtype", type(labels).__name__)
         raise ValueError(f"{name} must be a tensor of whole numbers, got {kind}")
@@ -39,20 +39,20 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> None:
 
 
 def check_classes(name: str, labels: Tensor, classes: int) -> None:
-    """Labels must be among the classes that a network predicts."""
+    """Raise unless labels are among the classes that a network predicts."""
     _check_all(labels < classes, labels, f"{name} must hold classes 0 to {classes - 1}")
 
 
 def check_call(net: nn.Module, x: Tensor, bounds: Bounds) -> None:
-    """A network must be one that can be attacked, and a batch finite floating-point numbers within the bounds."""
-    multitude_of(net)  # raises for what is neither a multitude nor a network
+    """Raise unless the network can be attacked and the batch is finite, floating-point and within the bounds."""
+    multitude_of(net)  # raises for anything but a multitude or a network
     check_floats("x", x, "[B, ...] with at least one input")
     check_bounds(bounds)
     check_values("x", x, bounds, " (bounds)")
 
 
 def check_floats(name: str, x: Tensor, shape: str = "images [..., H, W]") -> None:
-    """A floating-point tensor of two or more dimensions that is not empty."""
+    """Raise unless x is a non-empty floating-point tensor of two or more dimensions."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ValueError(f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.dim() < 2 or not x.numel():
@@ -60,7 +60,7 @@ def check_floats(name: str, x: Tensor, shape: str = "images [..., H, W]") -> Non
 
 
 def check_values(name: str, x: Tensor, bounds: Bounds, whose: str = "") -> None:
-    """Values must be finite, and within the bounds."""
+    """Raise unless values are finite and within the bounds."""
     if bounds is None:
         _check_all(x.isfinite(), x, f"{name} must be finite")
     else:
@@ -69,7 +69,7 @@ def check_values(name: str, x: Tensor, bounds: Bounds, whose: str = "") -> None:
 
 
 def check_bounds(bounds: Bounds) -> None:
-    """Bounds are two finite numbers in order, or None."""
+    """Raise unless bounds are two finite numbers in order, or None."""
     if bounds is None:
         return
     pair = isinstance(bounds, tuple) and len(bounds) == 2
@@ -80,7 +80,7 @@ def check_bounds(bounds: Bounds) -> None:
 
 
 def _check_all(right: Tensor, values: Tensor, what: str) -> None:
-    """An error that names the first value that is not right."""
+    """Raise with the first invalid value unless all are valid."""
     if not bool(right.all()):
         first = (~right).nonzero()[0].tolist()
         raise ValueError(f"{what}, got {values[tuple(first)].item()} at {first if len(first) > 1 else first[0]}")

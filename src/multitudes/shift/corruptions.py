@@ -1,16 +1,16 @@
-"""Corruptions of images: how well does a network do when the picture is bad, and does it know?
+"""Corruptions of images, to measure how well a network does on bad images and whether its uncertainty reflects it.
 
 D. Hendrycks, T. Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR
 2019. The fifteen corruptions and the four extra ones at the five published severities, as functions of whole batches.
-Their parameters are those of CIFAR-10-C for images of up to 64 pixels a side, and those of ImageNet-C for larger ones.
+Images of up to 64 pixels a side use the parameters of CIFAR-10-C, larger ones those of ImageNet-C.
 
-A severity ranks images by how hard they are to recognise, not by how much they are changed. The mean squared change
-rises with it, but for these steps of the published parameters:
+Severity ranks images by how hard they are to recognise, not by how much they are changed. The mean squared change
+rises with it, except for these steps of the published parameters:
 
 - up to 64 pixels a side: glass_blur 2, 3 and 5 (more blur evens out the exchanged pixels), motion_blur 4 (same sigma),
   frost 3 to 5 (a darker image under the ice), elastic_transform 2 to 5 (smaller affine parts), spatter 4 (mud after
   water), saturate 3 (more colour after less);
-- larger: frost 2 and 4, fog 4 (as thick, of finer detail), elastic_transform 3, saturate 3.
+- larger: frost 2 and 4, fog 4 (same thickness, finer detail), elastic_transform 3, saturate 3.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from multitudes.shift.checks import check_values
 from multitudes.shift.noise import generator_of
 
 SMALL = 64
-"""Images of at most this many pixels a side take CIFAR-10-C's parameters, larger ones ImageNet-C's."""
+"""Images of at most this many pixels a side use CIFAR-10-C's parameters, larger ones ImageNet-C's."""
 
 
 class Corruption(NamedTuple):
-    """`function(images, generator, *parameters)`, and the parameters of the five severities at both sizes."""
+    """`function(images, generator, *parameters)`, with parameters of the five severities at both sizes."""
 
     function: Callable[..., Tensor]
     small: tuple[Any, ...]
     large: tuple[Any, ...]
 
     def parameters(self, images: Tensor, severity: int) -> tuple[Any, ...]:
-        """The published parameters of a severity, 1 to 5, for images of this size."""
+        """Return the published parameters of a severity, 1 to 5, for images of this size."""
         found = (self.small if max(images.shape[2:]) <= SMALL else self.large)[severity - 1]
         return found if isinstance(found, tuple) else (found,)
 
@@ -65,7 +65,7 @@ _CORRUPTIONS = {
         ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
     ),
     "glass_blur": Corruption(
-        blur.glass_blur,  # blur, how far a pixel goes, how often
+        blur.glass_blur,  # blur, reach, rounds
         ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
         ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
     ),
@@ -75,12 +75,12 @@ _CORRUPTIONS = {
         ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
     ),
     "zoom_blur": Corruption(
-        blur.zoom_blur,  # how many enlargements, the step from one to the next
+        blur.zoom_blur,  # number of enlargements, step between them
         ((7, 0.01), (12, 0.01), (16, 0.01), (21, 0.01), (26, 0.01)),
         ((12, 0.01), (16, 0.01), (11, 0.02), (13, 0.02), (11, 0.03)),
     ),
     "snow": Corruption(
-        weather.snow,  # mean and deviation of the flakes, their size, threshold, radius and sigma of the fall, kept
+        weather.snow,  # mean and deviation of the flakes, size, threshold, radius and sigma of the fall, image kept
         (
             (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
             (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
@@ -97,12 +97,12 @@ _CORRUPTIONS = {
         ),
     ),
     "frost": Corruption(
-        weather.frost,  # how much of the image is kept, how much ice is added
+        weather.frost,  # fraction of the image kept, fraction of ice added
         ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
         ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
     ),
     "fog": Corruption(
-        weather.fog,  # thickness, how fast its detail fades
+        weather.fog,  # thickness, decay of detail
         ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
         ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
     ),
@@ -112,7 +112,7 @@ _CORRUPTIONS = {
         (0.1, 0.2, 0.3, 0.4, 0.5),
     ),
     "contrast": Corruption(
-        digital.contrast,  # how much of the contrast is kept
+        digital.contrast,  # fraction of the contrast kept
         (0.75, 0.5, 0.4, 0.3, 0.15),
         (0.4, 0.3, 0.2, 0.1, 0.05),
     ),
@@ -120,7 +120,7 @@ _CORRUPTIONS = {
         digital.elastic_transform,  # strength and smoothness of the displacement, size of the affine one: fractions
         ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
         tuple(
-            tuple(fraction * 244 / 224 for fraction in fractions)  # the published ones are of 244, for images of 224
+            tuple(fraction * 244 / 224 for fraction in fractions)  # published as fractions of 244, for images of 224
             for fractions in (
                 (2, 0.7, 0.1),
                 (2, 0.08, 0.2),
@@ -131,7 +131,7 @@ _CORRUPTIONS = {
         ),
     ),
     "pixelate": Corruption(
-        digital.pixelate,  # fraction of the pixels a side that is kept
+        digital.pixelate,  # fraction of the pixels a side kept
         (0.95, 0.9, 0.85, 0.75, 0.65),
         (0.6, 0.5, 0.4, 0.3, 0.25),
     ),
@@ -145,7 +145,7 @@ _EXTRA = {
     ),
     "gaussian_blur": Corruption(blur.gaussian_blur, (0.4, 0.6, 0.7, 0.8, 1), (1, 2, 3, 4, 6)),  # sigma
     "spatter": Corruption(
-        weather.spatter,  # mean, deviation and blur of the liquid, threshold, strength (water) or blur (mud), is it mud
+        weather.spatter,  # mean, deviation and blur of the liquid, threshold, strength (water) or blur (mud), mud
         (
             (0.62, 0.1, 0.7, 0.7, 0.5, False),
             (0.65, 0.1, 0.8, 0.7, 0.5, False),
@@ -169,21 +169,21 @@ _EXTRA = {
 }
 
 CORRUPTIONS = tuple(_CORRUPTIONS)
-"""The names of the fifteen standard corruptions, in the paper's order."""
+"""Names of the fifteen standard corruptions, in the paper's order."""
 
 EXTRA = tuple(_EXTRA)
-"""The names of the four extra corruptions, which the paper keeps for validation."""
+"""Names of the four extra corruptions, which the paper reserves for validation."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
 def corrupt(images: Tensor, name: str, severity: int, seed: int | None = None) -> Tensor:
-    """Corrupt images `[B, C, H, W]` with values in [0, 1]: a new tensor of the same shape, type and device, in [0, 1].
+    """Corrupt images `[B, C, H, W]` in [0, 1]; returns a new tensor of the same shape, dtype and device, in [0, 1].
 
-    C is 1 or 3, H and W are 8 or more. The `name` is one of `CORRUPTIONS` or `EXTRA`, the `severity` 1 to 5. Each
+    C is 1 or 3, and H and W are at least 8. `name` is in `CORRUPTIONS` or `EXTRA`, and `severity` is 1 to 5. Each
     image has its own noise, angle, cloud or ice. The same `seed` gives the same corruption on the same kind of device
-    and leaves torch's random state alone; without one, a seed is drawn from it. There is no gradient.
+    and does not touch torch's global generator; without one, a seed is drawn from it. There is no gradient.
 
     >>> images = torch.full((2, 3, 32, 32), 0.5)
     >>> foggy = corrupt(images, "fog", 3, seed=0)
@@ -196,7 +196,7 @@ def corrupt(images: Tensor, name: str, severity: int, seed: int | None = None) -
     generator = generator_of(seed, images.device)
     if len(images) == 0:
         return images.clone()
-    x = images if images.dtype == torch.float64 else images.float()  # half precision would show in the filters
+    x = images if images.dtype == torch.float64 else images.float()  # filters need more than half precision
     corruption = (_CORRUPTIONS | _EXTRA)[name]
     corrupted = corruption.function(x, generator, *corruption.parameters(x, severity))
     return corrupted.clamp(0, 1).to(images.dtype).contiguous()

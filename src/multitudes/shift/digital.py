@@ -1,4 +1,4 @@
-"""What software does to images: contrast, elastic transformation, pixelation, JPEG; and saturation."""
+"""Digital corruptions: contrast, elastic transformation, pixelation, JPEG; and saturation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from multitudes.shift.noise import uniform
 
 
 def contrast(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
-    """`c (x - mean) + mean`, with each channel's mean over the image."""
+    """Scale contrast: `c (x - mean) + mean`, with each channel's mean over the image."""
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * kept + mean
 
 
 def saturate(x: Tensor, generator: torch.Generator, factor: float, addition: float) -> Tensor:
-    """`a s + b` for the saturation s of hue, saturation and value.
+    """Change the saturation s to `a s + b`, in hue, saturation and value.
 
-    A grey pixel of a colour image has hue 0, red, so that b > 0 makes it reddish, as in the published code. A grey
-    image has no colour to saturate and stays as it is.
+    A grey pixel of a colour image has hue 0, red, so b > 0 makes it reddish, as in the published code. A grey
+    image has no colour and stays unchanged.
     """
     if x.shape[1] == 1:
         return x
@@ -39,9 +39,9 @@ def saturate(x: Tensor, generator: torch.Generator, factor: float, addition: flo
 def elastic_transform(
     x: Tensor, generator: torch.Generator, strength: float, smoothness: float, affine: float
 ) -> Tensor:
-    """Move three points at random and the image with them, then each pixel by a smooth random displacement.
+    """Move three points randomly and the image with them, then each pixel by a smooth random displacement.
 
-    The parameters are fractions of the image's shorter side. Interpolation is linear, and the border reflects.
+    The parameters are fractions of the image's shorter side. Interpolation is linear, with reflection at the border.
     """
     batch, _, height, width = x.shape
     side = min(height, width)
@@ -49,7 +49,7 @@ def elastic_transform(
     column = torch.arange(width, dtype=x.dtype, device=x.device).expand(height, width)
     right, down, shift = _affine(x, affine * side, generator)[:, :, None, None].unbind(
         1
-    )  # no product: places need all digits
+    )  # no matrix product: places need full precision
     places = column[..., None] * right + row[..., None] * down + shift  # [B, H, W, 2]
     x = _sampled(x, places, at_centres=True)
     moves = uniform((batch, 2, height, width), -1, 1, x, generator)
@@ -58,7 +58,7 @@ def elastic_transform(
 
 
 def _affine(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Matrices `[B, 3, 2]` from places `(column, row, 1)` back to where they came from, by three moved points."""
+    """Return matrices `[B, 3, 2]` from places `(column, row, 1)` to their sources, from three moved points."""
     height, width = x.shape[2:]
     arm = min(height, width) // 3
     centre = torch.tensor([width // 2, height // 2], dtype=torch.float64, device=x.device)
@@ -69,14 +69,14 @@ def _affine(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
 
 
 def _sampled(x: Tensor, places: Tensor, at_centres: bool) -> Tensor:
-    """Images `[B, C, H, W]` at places `[B, H, W, 2]` (column, row), reflected at the outer pixels' centres or edges."""
+    """Sample images `[B, C, H, W]` at places `[B, H, W, 2]` (column, row), reflecting at pixel centres or edges."""
     size = places.new_tensor([x.shape[3], x.shape[2]])
     grid = 2 * places / (size - 1) - 1 if at_centres else (2 * places + 1) / size - 1
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=at_centres)
 
 
 def pixelate(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
-    """Make the image smaller and larger again by box filters, which gives large pixels."""
+    """Shrink and enlarge the image by box filters, which gives large pixels."""
     height, width = x.shape[2:]
     rows, columns = int(height * kept), int(width * kept)
     small = separable(x, box_matrix(height, rows), box_matrix(width, columns))
@@ -84,10 +84,9 @@ def pixelate(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
 
 
 def box_matrix(size: int, new_size: int) -> Tensor:
-    """The matrix `[new_size, size]` of Pillow's box filter: the mean of the pixels whose centres lie in the box.
+    """Return the matrix `[new_size, size]` of Pillow's box filter: the mean of the pixels with centres in the box.
 
-    Where a centre lies on the box's edge, rounding decides; the order of operations is Pillow's, so that it decides
-    alike.
+    For a centre on the box's edge, rounding decides. The order of operations is Pillow's, so the result is the same.
     """
     scale = size / new_size
     width = max(scale, 1.0)
@@ -100,7 +99,7 @@ def box_matrix(size: int, new_size: int) -> Tensor:
 
 
 def jpeg_compression(x: Tensor, generator: torch.Generator, quality: int) -> Tensor:
-    """Save as JPEG and read back, through Pillow, image by image on the CPU; in 8 bits, as JPEG is."""
+    """Save as JPEG and load again with Pillow, image by image on the CPU, in 8 bits."""
     pillow = needed("PIL.Image", "shift", "jpeg_compression")
     channels, height, width = x.shape[1:]
     pixels = (x * 255).round().to(torch.uint8).movedim(1, -1).contiguous().cpu()

@@ -1,7 +1,7 @@
-"""What the corruptions share: separable filters as matrices, motion along a line.
+"""Shared filters of the corruptions: separable filters as matrices, motion along a line.
 
-A separable filter of an image is `rows @ image @ columns.T`. Written so, a filter is exact at every border rule and for
-kernels wider than the image, works on a whole batch, and keeps full precision on a GPU, where convolutions by default
+A separable filter of an image is `rows @ image @ columns.T`. This form is exact for every border rule and for
+kernels wider than the image, works on whole batches, and keeps full precision on a GPU, where convolutions by default
 do not.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def fold(index: Tensor, size: int, border: str) -> Tensor:
-    """Bring indices outside 0 .. size - 1 inside, by SciPy's border rules `nearest`, `reflect`, `mirror` and `wrap`.
+    """Map indices outside 0 .. size - 1 inside, by SciPy's border rules `nearest`, `reflect`, `mirror` and `wrap`.
 
     >>> [fold(torch.arange(-3, 7), 4, border).tolist() for border in ("reflect", "mirror", "wrap")]
     [[2, 1, 0, 0, 1, 2, 3, 3, 2, 1], [3, 2, 1, 0, 1, 2, 3, 2, 1, 0], [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]]
@@ -29,7 +29,7 @@ def fold(index: Tensor, size: int, border: str) -> Tensor:
 
 
 def band(taps: Tensor, size: int, border: str) -> Tensor:
-    """The matrix `[size, size]` that correlates a line with `taps` (an odd number, centred)."""
+    """Return the matrix `[size, size]` that correlates a line with `taps` (an odd number, centred)."""
     radius = len(taps) // 2
     index = torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)
     matrix = torch.zeros(size, size, dtype=taps.dtype)
@@ -37,14 +37,14 @@ def band(taps: Tensor, size: int, border: str) -> Tensor:
 
 
 def gaussian_taps(sigma: float, radius: int) -> Tensor:
-    """A sampled Gaussian `[2 * radius + 1]` that sums to 1; a single 1 where sigma is 0."""
+    """Return a sampled Gaussian `[2 * radius + 1]` that sums to 1; a single 1 if sigma is 0."""
     offsets = torch.arange(-radius, radius + 1, dtype=torch.float64)
     taps = (-0.5 * (offsets / sigma) ** 2).exp() if sigma > 0 else (offsets == 0).double()
     return taps / taps.sum()
 
 
 def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """`rows [H', H] @ x [..., H, W] @ columns.T [W, W']`."""
+    """Return `rows [H', H] @ x [..., H, W] @ columns.T [W, W']`."""
     return rows.to(x) @ x @ columns.to(x).T
 
 
@@ -56,7 +56,7 @@ def gaussian_filter(x: Tensor, sigma: float, border: str = "nearest", truncate: 
 
 
 def correlate(x: Tensor, kernel: Tensor, border: str = "mirror") -> Tensor:
-    """Correlate the last two dimensions with a kernel `[K, K]`, K odd: one banded matrix for each of its rows."""
+    """Correlate the last two dimensions with a kernel `[K, K]`, K odd, by one banded matrix per row."""
     height, width = x.shape[-2:]
     radius = len(kernel) // 2
     out = torch.zeros_like(x)
@@ -68,7 +68,7 @@ def correlate(x: Tensor, kernel: Tensor, border: str = "mirror") -> Tensor:
 
 
 def zoom_matrix(size: int, factor: float) -> Tensor:
-    """The matrix `[size, size]` that enlarges the middle of a line by `factor` of at least 1, linearly."""
+    """Return the matrix `[size, size]` that enlarges the middle of a line linearly by `factor` of at least 1."""
     crop = math.ceil(size / factor)
     enlarged = round(crop * factor)
     start, trim = (size - crop) // 2, (enlarged - size) // 2
@@ -86,7 +86,7 @@ def motion(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
     """Blur images `[B, C, H, W]` along a line, each at its angle `[B]`, with half a Gaussian.
 
     This is ImageMagick's motion blur, which the published benchmark uses: the 2 radius + 1 points of the line are
-    rounded to whole pixels, and what lies outside the image is its nearest pixel.
+    rounded to whole pixels, and points outside the image use its nearest pixel.
     """
     height, width = x.shape[-2:]
     steps = torch.arange(2 * radius + 1, dtype=torch.float64, device=x.device)
@@ -106,13 +106,13 @@ def motion(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
 
 
 def luma(x: Tensor) -> Tensor:
-    """Grey values `[B, 1, H, W]` of images `[B, C, H, W]` (ITU-R BT.601); grey images as they are."""
+    """Return grey values `[B, 1, H, W]` of images `[B, C, H, W]` (ITU-R BT.601); grey images are unchanged."""
     if x.shape[1] == 1:
         return x
     return (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
 
 
 def colour(x: Tensor, red: float, green: float, blue: float) -> Tensor:
-    """A colour `[1, C, 1, 1]` for images `[B, C, H, W]`; its grey value where they are grey."""
+    """Return a colour `[1, C, 1, 1]` for images `[B, C, H, W]`, or its grey value for grey images."""
     rgb = x.new_tensor([red, green, blue]).reshape(1, 3, 1, 1)
     return rgb if x.shape[1] == 3 else luma(rgb)

@@ -1,12 +1,12 @@
-"""Noise of a chosen frequency.
+"""Noise at a chosen frequency.
 
 Park & Kim, "Blurs Behave Like Ensembles: Spatial Smoothings to Improve Accuracy, Uncertainty, and Robustness" (2022),
 section 2.2 and Fig. 6: `x_noise = x + F^-1(F(delta) * M_f)`, where delta is Gaussian noise, F the two-dimensional
-Fourier transform and M_f a mask that lets a ring of frequencies of width w pass.
+Fourier transform and M_f a mask that passes a ring of frequencies of width w.
 
-Frequencies are in units of pi radians for each pixel, so that the paper's 0.3 pi is 0.3, and 1 is the highest that
-an image can hold. That of a wave is the larger of its vertical and its horizontal frequency: the paper does not say,
-but the authors' code makes M_f a square ring, the difference of two squares around frequency 0.
+Frequencies are in units of pi radians per pixel, so the paper's 0.3 pi is 0.3, and 1 is the highest possible in
+an image. The frequency of a wave is the larger of its vertical and horizontal frequency. The paper does not define it,
+but in the authors' code M_f is a square ring, the difference of two squares around frequency 0.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from multitudes.core.checks import check_number
 from multitudes.shift.checks import Bounds, check_bounds, check_floats
 from multitudes.shift.noise import generator_of, normal
 
-_DIGITS = 9  # frequencies are compared after rounding, so that neighbouring bands neither overlap nor leave a gap
+_DIGITS = 9  # frequencies are rounded before comparison, so that neighbouring bands have no overlap or gap
 
 
 def band_mask(height: int, width: int, low: float, high: float) -> Tensor:
-    """Which of the coefficients of `torch.fft.fft2` lie in the band `low <= frequency < high`, `[H, W]` booleans.
+    """Return a mask of the coefficients of `torch.fft.fft2` in the band `low <= frequency < high`, `[H, W]` booleans.
 
-    A band that reaches 1 has the frequency 1 in it. A 4 x 4 image holds the frequencies 0, 0.5 and 1:
+    A band that ends at 1 includes the frequency 1. A 4 x 4 image has the frequencies 0, 0.5 and 1:
 
     >>> band_mask(4, 4, 0.5, 0.9).int()
     tensor([[0, 1, 0, 1],
@@ -38,7 +38,7 @@ def band_mask(height: int, width: int, low: float, high: float) -> Tensor:
 
 
 def band_limited(images: Tensor, low: float, high: float) -> Tensor:
-    """The part of `images`, `[..., H, W]`, whose frequencies lie in a band: `F^-1(F(images) * M)`.
+    """Return the part of `images`, `[..., H, W]`, in a frequency band: `F^-1(F(images) * M)`.
 
     >>> stripes = torch.tensor([[1.0, 3.0, 1.0, 3.0]] * 4)  # a mean of 2, and a wave of two pixels' length
     >>> band_limited(stripes, 0.9, 1)[0]
@@ -53,7 +53,7 @@ def band_limited(images: Tensor, low: float, high: float) -> Tensor:
             f"which are {_spacing(height)} down and {_spacing(width)} across"
         )
     values = images.to(torch.promote_types(images.dtype, torch.float32))
-    half = mask[:, : width // 2 + 1].to(images.device)  # of a real image's spectrum, the rest is the mirror image
+    half = mask[:, : width // 2 + 1].to(images.device)  # the spectrum of a real image is symmetric
     passed = torch.fft.irfft2(torch.fft.rfft2(values) * half, s=(height, width))
     return passed.to(images.dtype)
 
@@ -67,19 +67,19 @@ def frequency_noise(
     *,
     bounds: Bounds = None,
 ) -> Tensor:
-    """Images with Gaussian noise of one frequency, `x + F^-1(F(delta) * M_f)`, `[..., H, W]` as before.
+    """Add Gaussian noise of one frequency to images `[..., H, W]`: `x + F^-1(F(delta) * M_f)`.
 
     A network's accuracy against it (Fig. 6c) is `metrics.accuracy(predict(net, frequency_noise(x, f)), y)`.
 
     Args:
-        images: floating-point images `[..., H, W]`; they are left as they are.
+        images: floating-point images `[..., H, W]`; they are not changed.
         frequency: f, the middle of the ring, from 0 to 1 in units of pi.
-        size: the standard deviation of delta. That of the noise is smaller, since the mask stops most of it:
-            `size` times the square root of the fraction of the coefficients that pass, which grows with f.
-        width: w, from the inner edge of the ring to the outer.
-        seed: makes the noise repeatable on every device, and leaves torch's random state alone. The same seed has the
-            same delta at each frequency.
-        bounds: where the noisy images are clipped to. Clipping puts a little noise at other frequencies.
+        size: the standard deviation of delta. That of the noise is smaller, since the mask removes most of it:
+            `size` times the square root of the fraction of coefficients that pass, which grows with f.
+        width: w, from the inner to the outer edge of the ring.
+        seed: makes the noise reproducible on every device, without touching torch's global generator. The same seed
+            gives the same delta at each frequency.
+        bounds: range to clip the noisy images to. Clipping adds a little noise at other frequencies.
 
     >>> x = torch.zeros(1, 1, 32, 32)
     >>> noise = frequency_noise(x, 0.5, size=1.0, seed=0)
@@ -91,7 +91,7 @@ def frequency_noise(
     check_number("width", width, 0, 1, above=True)
     check_number("size", size, 0)
     check_bounds(bounds)
-    like = torch.empty(0, dtype=torch.promote_types(images.dtype, torch.float32))  # on the CPU: the same everywhere
+    like = torch.empty(0, dtype=torch.promote_types(images.dtype, torch.float32))  # CPU: the same on all devices
     delta = size * normal(images.shape, like, generator_of(seed)).to(images.device)
     noisy = (images + band_limited(delta, frequency - width / 2, frequency + width / 2)).to(images.dtype)
     return noisy if bounds is None else noisy.clamp(*bounds)
@@ -101,29 +101,29 @@ def frequency_noise(
 
 
 def band_at_full_size(change: Tensor, low: float, high: float) -> Tensor:
-    """The band's part of changes `[B, ..., H, W]` of size 1, each scaled to a largest change of 1.
+    """Return the band's part of sign changes `[B, ..., H, W]`, each scaled to a largest change of 1.
 
-    It is 0 where the band has no part in a change.
+    It is 0 if a change has no part in the band.
     """
     part = band_limited(change, low, high)
     peak = part.flatten(1).abs().amax(1).view(-1, *[1] * (part.dim() - 1))
-    return torch.where(peak > 1e-5, part / peak.clamp(min=1e-5), 0.0)  # what is smaller is rounding
+    return torch.where(peak > 1e-5, part / peak.clamp(min=1e-5), 0.0)  # smaller peaks are rounding errors
 
 
 def check_band(frequencies: tuple[float, float], x: Tensor) -> None:
-    """A band must be two frequencies in order, with some frequency of the images between them."""
+    """Raise unless the band is two frequencies in order, with some frequency of the images between them."""
     if not isinstance(frequencies, tuple) or len(frequencies) != 2 or not 0 <= frequencies[0] < frequencies[1] <= 1:
         raise ValueError(f"frequencies must be (low, high), from 0 to 1 in units of pi, got {frequencies!r}")
     if not isinstance(x, Tensor) or x.dim() < 3:
         raise ValueError(f"frequencies={frequencies} need images x [B, ..., H, W], got {getattr(x, 'shape', x)}")
-    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # raises where the band is empty
+    band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # raises for an empty band
 
 
 # -- details -------------------------------------------------------------------------------------------------
 
 
 def _frequencies(height: int, width: int) -> Tensor:
-    """The frequency of each coefficient of `torch.fft.fft2`, in units of pi, `[H, W]`."""
+    """Return the frequency of each coefficient of `torch.fft.fft2`, in units of pi, `[H, W]`."""
     down = 2 * torch.fft.fftfreq(height, dtype=torch.float64).abs()
     across = 2 * torch.fft.fftfreq(width, dtype=torch.float64).abs()
     return torch.maximum(down[:, None], across).round(decimals=_DIGITS)

@@ -1,10 +1,10 @@
 """Sequences of images: one image that shifts pixel by pixel, and a synthetic video with labels.
 
-- `translated`: shift-translated sequences, on which consistency is measured (Zhang, *Making Convolutional Networks
+- `translated`: shift-translated sequences, to measure consistency (Zhang, *Making Convolutional Networks
   Shift-Invariant Again*, 2019; Park & Kim, *Blurs Behave Like Ensembles*, 2022, appendix E.1). Neighbouring frames show
-  the same thing, so that a good network predicts the same class for them.
-- `video`: a stream for temporal smoothing (ibid., Table 2): a shape that moves, turns and changes its size before a
-  textured background, with sensor noise. Every frame has a label, and every pixel.
+  the same thing, so a good network predicts the same class for them.
+- `video`: a stream for temporal smoothing (ibid., Table 2): a shape that moves, turns and changes size on a
+  textured background, with sensor noise. Every frame and every pixel has a label.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ DIRECTIONS = {
     "up-right": (-1, 1),
     "up-left": (-1, -1),
 }
-"""Where an image may move, as pixels down and pixels to the right."""
+"""Directions of motion, as pixels down and pixels to the right."""
 
 PADDING = {"reflect": "mirror", "zeros": "nearest", "circular": "wrap"}
-"""What comes in at the border, and the border rule that it is."""
+"""Paddings, and the border rule of each."""
 
 
 def translated(
@@ -46,16 +46,16 @@ def translated(
     padding: str = "reflect",
     seed: int | None = None,
 ) -> Tensor:
-    """Images that move by `step` pixels from frame to frame: `[B, C, H, W] -> [T, B, C, H, W]`, T = steps + 1.
+    """Shift images by `step` pixels from frame to frame: `[B, C, H, W] -> [T, B, C, H, W]`, T = steps + 1.
 
     Args:
-        images: of any dtype, with 2 pixels a side or more; they are the first frame.
-        steps: M of eq. 37, how often they move.
-        step: how many pixels they move at a time.
-        direction: one of `DIRECTIONS`, or "random" for one of them for each image.
-        padding: what comes in at the border: "reflect", the image's mirror image, which has the border pixels once;
-            "zeros"; or "circular", what has left on the other side.
-        seed: makes random directions repeatable, and leaves torch's random state alone.
+        images: of any dtype, with at least 2 pixels a side; they are the first frame.
+        steps: M of eq. 37, the number of shifts.
+        step: pixels per shift.
+        direction: one of `DIRECTIONS`, or "random" for a random one for each image.
+        padding: content at the border: "reflect", the mirror image, without repeating the border pixels;
+            "zeros"; or "circular", what leaves on the other side.
+        seed: makes random directions reproducible, without touching torch's global generator.
 
     >>> image = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])[None, None]
     >>> for padding in ("reflect", "zeros", "circular"):
@@ -72,7 +72,7 @@ def translated(
         chosen = torch.tensor([[*DIRECTIONS].index(direction)]).expand(len(images))
     moved = torch.arange(0, steps + 1)[:, None, None] * step * ways[chosen]  # [T, B, 2]
     height, width = images.shape[2:]
-    # Where the pixels of each frame come from: [T, B, 1, H, 1] and [T, B, 1, 1, W].
+    # Source of each frame's pixels: [T, B, 1, H, 1] and [T, B, 1, 1, W].
     row = (torch.arange(height) - moved[..., :1])[:, :, None, :, None]
     column = (torch.arange(width) - moved[..., 1:])[:, :, None, None, :]
     image, channel = torch.arange(len(images))[:, None, None, None], torch.arange(images.shape[1])[:, None, None]
@@ -98,7 +98,7 @@ def _check_translation(images: Tensor, steps: int, step: int, direction: str, pa
 # A synthetic video --------------------------------------------------------------------------------------
 
 Shape = Callable[[Tensor, Tensor], Tensor]
-"""`(u, v) -> ` how far a point lies outside, below 0 inside, for a shape within the unit circle."""
+"""`(u, v) -> ` distance of a point from a shape within the unit circle, negative inside."""
 
 
 _SHAPES: dict[str, Shape] = {
@@ -110,7 +110,7 @@ _SHAPES: dict[str, Shape] = {
     "bars": lambda u, v: _box(u, v.abs() - 0.5, 0.69, 0.22),
 }
 SHAPES = tuple(_SHAPES)
-"""The classes of `video`, in their order."""
+"""Classes of `video`, in order."""
 
 
 def _box(u: Tensor, v: Tensor, width: float, height: float) -> Tensor:
@@ -123,9 +123,9 @@ class Video(NamedTuple):
     frames: Tensor
     """Images `[T, 3, H, W]` in [0, 1]."""
     labels: Tensor
-    """Which of `SHAPES` each frame shows, `[T]`."""
+    """Index in `SHAPES` of each frame's shape, `[T]`."""
     masks: Tensor
-    """What each pixel shows, `[T, H, W]`: 0 the background, 1 + label the shape."""
+    """Class of each pixel, `[T, H, W]`: 0 for background, 1 + label for the shape."""
 
 
 def video(
@@ -136,15 +136,15 @@ def video(
     hold: int = 25,
     seed: int | None = None,
 ) -> Video:
-    """A shape that moves smoothly before a textured background, and becomes another every `hold` frames.
+    """Make a video of a shape that moves smoothly on a textured background, and changes every `hold` frames.
 
     Args:
-        frames: T, how many there are.
-        size: pixels a side, or (height, width); 8 or more.
-        classes: how many of `SHAPES` take part, 2 or more; no shape follows itself.
-        noise: the standard deviation of the sensor noise, which is independent from frame to frame.
-        hold: how long a shape stays.
-        seed: makes the video repeatable, and leaves torch's random state alone.
+        frames: T, the number of frames.
+        size: pixels a side, or (height, width); at least 8.
+        classes: number of `SHAPES` to use, at least 2; no shape follows itself.
+        noise: standard deviation of the sensor noise, independent between frames.
+        hold: number of frames that a shape stays.
+        seed: makes the video reproducible, without touching torch's global generator.
 
     >>> frames, labels, masks = video(50, size=16, seed=0)
     >>> frames.shape, labels.unique_consecutive().shape, masks.shape
@@ -154,7 +154,7 @@ def video(
     generator = generator_of(seed)
     labels = _labels(frames, classes, hold, generator)
     outside = _distances(labels, height, width, generator)
-    cover = (0.5 - outside).clamp(0, 1)[:, None]  # the edge of a shape covers part of a pixel
+    cover = (0.5 - outside).clamp(0, 1)[:, None]  # antialias the shape's edge
     background = _texture(height, width, generator)
     paint = 0.65 + 0.35 * torch.rand(math.ceil(frames / hold), 3, generator=generator)
     paint = paint.repeat_interleave(hold, 0)[:frames, :, None, None]
@@ -164,7 +164,7 @@ def video(
 
 
 def _labels(frames: int, classes: int, hold: int, generator: torch.Generator) -> Tensor:
-    """A shape for every frame `[T]`, another every `hold` frames."""
+    """Draw a shape for every frame `[T]`, a new one every `hold` frames."""
     shapes = math.ceil(frames / hold)
     steps = torch.randint(1, classes, (shapes,), generator=generator)  # never 0, or a shape would follow itself
     steps[0] = torch.randint(classes, (), generator=generator)
@@ -172,14 +172,14 @@ def _labels(frames: int, classes: int, hold: int, generator: torch.Generator) ->
 
 
 def _wave(frames: int, slowest: float, generator: torch.Generator) -> Tensor:
-    """A sine of a random phase and of a period of `slowest / 2` to `slowest` frames, `[T, 1, 1]`."""
+    """Return a sine of random phase with a period of `slowest / 2` to `slowest` frames, `[T, 1, 1]`."""
     period, phase = torch.rand(2, generator=generator)
     turns = torch.arange(frames) / (slowest * (0.5 + 0.5 * period)) + phase
     return torch.sin(2 * math.pi * turns)[:, None, None]
 
 
 def _distances(labels: Tensor, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """How many pixels each pixel lies outside the shape of its frame, below 0 inside, `[T, H, W]`."""
+    """Return each pixel's distance from the shape of its frame in pixels, negative inside, `[T, H, W]`."""
     frames, side = len(labels), min(height, width)
     radius = side * (0.32 + 0.04 * _wave(frames, 60, generator))
     down = (height - 1) / 2 + (height / 2 - radius) * _wave(frames, 120, generator)
@@ -192,7 +192,7 @@ def _distances(labels: Tensor, height: int, width: int, generator: torch.Generat
 
 
 def _texture(height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Smooth stains of colour at two scales, dark enough for every shape to stand out, `[3, H, W]` in [0, 0.6]."""
+    """Return smooth colour stains at two scales, dark enough to contrast with shapes, `[3, H, W]` in [0, 0.6]."""
     total = torch.zeros(3, height, width)
     for scale in (6, 20):
         stains = gaussian_filter(

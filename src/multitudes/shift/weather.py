@@ -21,7 +21,7 @@ def snow(
     sigma: float,
     kept: float,
 ) -> Tensor:
-    """Whiten the image and add motion-blurred flakes, falling at an angle of each image's own, and once more turned."""
+    """Whiten the image and add motion-blurred flakes, falling at a random angle per image, plus the same rotated."""
     flakes = zoom(mean + deviation * normal((len(x), 1, *x.shape[2:]), x, generator), size)
     flakes = torch.where(flakes < threshold, 0, flakes).clamp(0, 1)
     flakes = motion(flakes, radius, sigma, uniform((len(x),), -135, -45, x, generator))
@@ -32,17 +32,17 @@ def snow(
 def frost(x: Tensor, generator: torch.Generator, kept: float, added: float) -> Tensor:
     """Dim the image and add ice: `a x + b ice`.
 
-    The published benchmark adds crops of photographs, which cannot be shipped. Here the ice is generated, see `ice`;
-    a and b are the published ones.
+    The published benchmark adds crops of photographs, which cannot be distributed. Here the ice is generated (see
+    `ice`), with the published a and b.
     """
     return kept * x + added * ice(x, generator) * colour(x, 0.85, 0.94, 1.0)
 
 
 def ice(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A procedural ice texture `[B, 1, H, W]` in [0, 1], another for each image.
+    """Generate an ice texture `[B, 1, H, W]` in [0, 1], different for each image.
 
-    Ridges of smooth noise at three scales give the veins; short streaks in three directions, 60 degrees apart as in
-    ice crystals, turned by an angle of each image's own, give the needles. Sizes scale with the image.
+    Ridges of smooth noise at three scales are the veins. Short streaks in three directions, 60 degrees apart as in
+    ice crystals and rotated by a random angle per image, are the needles. Sizes scale with the image.
     """
     shape, side = (len(x), 1, *x.shape[2:]), max(x.shape[2:])
     veins = torch.zeros(shape, dtype=x.dtype, device=x.device)
@@ -59,22 +59,22 @@ def ice(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _stretched(x: Tensor) -> Tensor:
-    """Each image `[B, 1, H, W]` stretched to [0, 1]; a constant one becomes 0."""
+    """Stretch each image `[B, 1, H, W]` to [0, 1]; a constant one becomes 0."""
     x = x - x.amin((1, 2, 3), keepdim=True)
     top = x.amax((1, 2, 3), keepdim=True)
     return x / torch.where(top > 0, top, 1)
 
 
 def fog(x: Tensor, generator: torch.Generator, thickness: float, decay: float) -> Tensor:
-    """`(x + c p) m / (m + c)`, p a plasma cloud in [0, 1] and m the image's maximum."""
+    """Return `(x + c p) m / (m + c)`, with a plasma cloud p in [0, 1] and the image's maximum m."""
     brightest = x.amax((1, 2, 3), keepdim=True)
     return (x + thickness * plasma(x, decay, generator)) * brightest / (brightest + thickness)
 
 
 def plasma(x: Tensor, decay: float, generator: torch.Generator) -> Tensor:
-    """Clouds `[B, 1, H, W]` in [0, 1] by the diamond-square algorithm, another for each image.
+    """Generate clouds `[B, 1, H, W]` in [0, 1] by the diamond-square algorithm, different for each image.
 
-    On a periodic map whose side is a power of two, each point between known ones is their mean and a random number,
+    On a periodic map whose side is a power of two, each point between known ones is their mean plus a random number,
     whose size falls by `decay` squared from one octave to the next (as in the published code).
     """
     side = 1 << (max(x.shape[2:]) - 1).bit_length()
@@ -97,7 +97,7 @@ def plasma(x: Tensor, decay: float, generator: torch.Generator) -> Tensor:
 
 
 def brightness(x: Tensor, generator: torch.Generator, added: float) -> Tensor:
-    """Add c to the value of hue, saturation and value, which scales a pixel's channels alike; black becomes grey."""
+    """Add c to the value in hue, saturation and value, scaling all channels of a pixel; black becomes grey."""
     value = x.amax(1, keepdim=True)
     brighter = (value + added).clamp(max=1)
     return torch.where(value > 0, x * (brighter / torch.where(value > 0, value, 1)), brighter)
@@ -113,10 +113,10 @@ def spatter(
     strength: float,
     mud: bool,
 ) -> Tensor:
-    """Drops of water (severities 1 to 3) or mud (4 and 5) on the lens.
+    """Add drops of water (severities 1 to 3) or mud (4 and 5) on the lens.
 
     Water shines at the rims of its drops. The published code finds them by OpenCV's edge detector and an approximate
-    distance; here a rim is the outline of a drop and distances are exact, the rest is the same.
+    distance. Here a rim is the outline of a drop and distances are exact; the rest is the same.
     """
     liquid = gaussian_filter(mean + deviation * normal((len(x), 1, *x.shape[2:]), x, generator), blur)
     wet = liquid >= threshold
@@ -130,22 +130,22 @@ def spatter(
 
 
 def _relief(wet: Tensor, dtype: torch.dtype) -> Tensor:
-    """The embossed, equalised distance to the rims of the drops, `[B, 1, H, W]` in 0 .. 255."""
+    """Return the embossed, equalised distance to the rims of the drops, `[B, 1, H, W]` in 0 .. 255."""
     mean = torch.full((3, 3), 1 / 9, dtype=torch.float64)
     emboss = torch.tensor([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], dtype=torch.float64)
-    distance = correlate(_distance(_rims(wet), 20, dtype), mean) + 1e-3  # rounding must not cut whole numbers
+    distance = correlate(_distance(_rims(wet), 20, dtype), mean) + 1e-3  # keeps rounding from lowering integers
     return correlate(correlate(_equalised(distance.floor().long(), 21).to(dtype), emboss).clamp(0, 255), mean)
 
 
 def _rims(wet: Tensor) -> Tensor:
-    """The pixels of the drops `[B, 1, H, W]` that have a dry neighbour above, below, left or right."""
-    dry = (~wet).float()  # pooling pads by -inf, so that a drop does not end at the border
+    """Return the pixels of the drops `[B, 1, H, W]` with a dry neighbour above, below, left or right."""
+    dry = (~wet).float()  # pooling pads by -inf, so the border is not dry
     beside = torch.maximum(F.max_pool2d(dry, (3, 1), 1, (1, 0)), F.max_pool2d(dry, (1, 3), 1, (0, 1)))
     return wet & beside.bool()
 
 
 def _distance(rims: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
-    """The Euclidean distance of each pixel to the nearest rim, at most `limit`: along the rows, then the columns."""
+    """Return each pixel's Euclidean distance to the nearest rim, at most `limit`: by rows, then by columns."""
     squared = torch.where(rims, 0, float(limit**2)).to(dtype)
     for dim, margin in ((-1, (limit, limit)), (-2, (0, 0, limit, limit))):
         padded, size = F.pad(squared, margin, value=limit**2), squared.shape[dim]
@@ -155,7 +155,7 @@ def _distance(rims: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
 
 
 def _equalised(values: Tensor, bins: int) -> Tensor:
-    """Whole numbers below `bins` spread over 0 .. 255 so that their histogram is flat, image by image."""
+    """Spread integers below `bins` over 0 .. 255 so that their histogram is flat, for each image."""
     flat = values.flatten(1)
     counts = torch.zeros(len(flat), bins, dtype=torch.long, device=flat.device).scatter_add_(
         1, flat, torch.ones_like(flat)

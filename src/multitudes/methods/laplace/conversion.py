@@ -1,14 +1,14 @@
-"""Last-layer Laplace: uncertainty for a network that is trained already.
+"""Last-layer Laplace: uncertainty for a trained network.
 
 MacKay, *A practical Bayesian framework for backpropagation networks*, 1992. Kristiadi, Hein & Hennig, *Being Bayesian,
 even just a bit, fixes overconfidence in ReLU networks*, 2020. Daxberger et al., *Laplace Redux: effortless Bayesian
-deep learning*, 2021. The trained weights w of the output layer are the mean of a Gaussian posterior, whose precision is
-the curvature of the data's likelihood there (`curvature.py`) plus that of the prior N(0, 1/delta):
+deep learning*, 2021. The trained weights w of the output layer are the mean of a Gaussian posterior. Its precision is
+the curvature H of the likelihood at w (`curvature.py`) plus the precision delta of the prior N(0, 1/delta):
 
     p(W | data) = N(w, (H + delta)^-1).
 
-Predictions are those of draws of W, or without draws: for classes `softmax(f / sqrt(1 + pi/8 var f))`, for values the
-Gaussian that they have.
+Predictions use draws of W, or closed forms: `softmax(f / sqrt(1 + pi/8 var f))` for classes, the exact Gaussian for
+values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from multitudes.methods.registry import Method, Settings, single
 from multitudes.surgery.layers import Selector, check_model, replace
 
 MOST = 256e6
-"""The bytes that a full curvature may take where neither is asked for: a larger one takes minutes to decompose."""
+"""Default limit in bytes for a full curvature chosen by "auto": larger ones take minutes to decompose."""
 
 
 # -- conversion --------------------------------------------------------------------------------------------
@@ -57,34 +57,34 @@ def laplace(
     memory: str | float | None = None,
     task: str | None = None,
 ) -> Laplace:
-    """A trained network with a Gaussian posterior of its output layer: a multitude that draws, or predicts by formula.
+    """Give a trained network a Gaussian posterior over its output layer. It predicts by draws or in closed form.
 
-    One pass over `data` in evaluation mode gives the curvature; nothing is trained, and `model` is left as it was.
-    Classes are predicted by `draws` of the output layer, for which the rest of the network runs once, and `draws=0` is
-    the network's own prediction. A network that predicts values becomes one that tells their noise as well, with
-    predictions of `task="gaussian"`: `epistemic_variance` is the posterior's, `aleatoric_variance` the noise. Where it
-    predicted `[B]`, its means are `[B, 1]` then. One that predicts means and variances keeps its own variances, and has
-    a posterior of the means' weights.
+    One pass over `data` in evaluation mode computes the curvature. Nothing is trained, and `model` is not changed.
+    Classes are predicted by `draws` of the output layer, with one run of the rest of the network; `draws=0` is the
+    network's own prediction. A network that predicts values gets noise variances too, and predicts for
+    `task="gaussian"`: `epistemic_variance` is the posterior's, `aleatoric_variance` is the noise. If it predicted
+    `[B]`, its means become `[B, 1]`. A network that predicts means and variances keeps its variances, and gets a
+    posterior over the means' weights.
 
     Args:
-        model: a trained network, or a multitude of one; or `Members`, each of which gets a posterior of its own.
-        data: the training data, `(x, y)` or an iterable of such batches, as `fit` takes them.
-        structure: of the posterior's covariance: "full", "kron" (Kronecker-factored), "diag", or "auto" for the first
-            of these that takes no more than `memory`.
-        prior: the precision of the weights' Gaussian prior: a number; "marginal", which maximises the marginal
-            likelihood; or "validation", the best of a grid by the likelihood of held-out data. The marginal likelihood
-            needs no other data, but takes the weights for the best ones under the prior. Where they were trained until
-            they fit every target, predictions come out too unsure, and held-out data choose better.
+        model: a trained network, or a multitude of one network; or `Members`, each of which gets its own posterior.
+        data: the training data, `(x, y)` or an iterable of such batches, as for `fit`.
+        structure: of the posterior covariance: "full", "kron" (Kronecker-factored), "diag", or "auto" for the first
+            of these that fits in `memory`.
+        prior: the precision of the Gaussian prior over weights: a number; "marginal", which maximises the marginal
+            likelihood; or "validation", the best value of a grid by the likelihood of held-out data. The marginal
+            likelihood needs no other data, but assumes that the weights are the best ones under the prior. For weights
+            trained until they fit every target, its predictions are underconfident; use held-out data there.
         validation: held-out data for `prior="validation"`, in the form of `data`.
-        approximation: how to predict: by "draws"; or of classes by "probit", of values "exact". It can be set later.
-        layers: selects the output layer, where the network has several.
-        noise: the variance of values around their mean, one, or one for each output `[O]`; by default that which
-            maximises the marginal likelihood. For `task="regression"` alone.
-        draws: how many to make; by default as many as `model` does, 20 where it makes none.
-        memory: how much the curvature and its decomposition, and later the draws, may take: "2GB", or a number of
-            bytes. By default a quarter of what is free, of which "auto" takes 256 MB at most for a full covariance,
-            since a larger one takes minutes.
-        task: what the predictions are of; the network's own by default.
+        approximation: how to predict: "draws"; "probit" for classes; "exact" for values. Can be changed later.
+        layers: selects the output layer, if the network has several.
+        noise: the variance of values around their mean: one number, or one per output `[O]`. By default it maximises
+            the marginal likelihood. Only for `task="regression"`.
+        draws: the number of draws; by default that of `model`, or 20 if it makes none.
+        memory: limit for the curvature and its decomposition, and later the draws: "2GB", or a number of bytes. The
+            default is a quarter of the free memory, and "auto" then gives a full covariance at most 256 MB, since
+            larger ones take minutes.
+        task: what the predictions are; by default the network's own task.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> x, y = torch.randn(100, 3), torch.randint(2, (100,))
@@ -155,7 +155,7 @@ def _converted(
     memory: str | float | None,
     task: str | None,
 ) -> tuple[Laplace, str]:
-    """The converted network, and the task that it predicts for."""
+    """Return the converted network and the task that it predicts for."""
     network = _network(model)
     reader = Multitude(network).like(model, task)
     reading = reader.reading
@@ -179,7 +179,7 @@ def _converted(
     tensors = posterior.spectrum.posterior(posterior.precisions(fitted))
     layer.hold(structure, tensors, fitted.prior, fitted.log_evidence)
     if fitted.noise is not None:
-        # A network that is its output layer has no place for a name; inside another it has one.
+        # WithNoise shares the registries of its network, so a bare output layer would not be a submodule: wrap it.
         inside = converted if name else nn.Sequential(converted).train(converted.training)
         variances = fitted.noise.to(torch.float32)
         converted = WithNoise(inside, variances[0] if len(variances) == 1 else variances)
@@ -189,7 +189,7 @@ def _converted(
 
 
 def _note(net: Laplace) -> str:
-    """What `summary` tells of the output layer."""
+    """Describe the output layer's posterior, for `summary`."""
     prior, evidence = (
         " to ".join(dict.fromkeys(f"{end:.4g}" for end in (float(values.min()), float(values.max()))))
         for values in (net.prior, net.log_marginal_likelihood)
@@ -198,7 +198,7 @@ def _note(net: Laplace) -> str:
 
 
 def _network(model: nn.Module) -> nn.Module:
-    """The plain network to convert."""
+    """Return the plain network to convert, or raise."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a trained network, got {type(model).__name__}")
     if isinstance(model, PredictorModule):
@@ -222,7 +222,7 @@ def _check_task(task: Task, noise: float | Tensor | None, approximation: str) ->
 
 
 def _given_noise(noise: float | Tensor | None, errors: Tensor | None) -> Tensor | None:
-    """The given noise for each output, or for all of them."""
+    """Return the given noise, one per output or one for all, or None if it is to be fitted."""
     if noise is None or errors is None:
         if errors is not None and not bool((errors > 0).all()):
             raise ValueError(
@@ -241,7 +241,7 @@ def _given_noise(noise: float | Tensor | None, errors: Tensor | None) -> Tensor 
 def _after(
     net: Multitude, train: Iterable[Any], held_out: Iterable[Any] | None, settings: Settings, seed: int
 ) -> Multitude:
-    """With the prior that held-out data choose, where there are any, and else that of the marginal likelihood."""
+    """Convert after training; without held-out data, choose the prior by the marginal likelihood."""
     chosen = settings["prior"] == "validation"
     prior = "marginal" if chosen and held_out is None else settings["prior"]
     return laplace(net, train, **{**settings, "prior": prior}, validation=held_out if chosen else None)

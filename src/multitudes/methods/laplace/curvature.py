@@ -1,15 +1,16 @@
 """The curvature of a likelihood in the weights of an output layer, in one pass over data.
 
-A row of data n has features `phi_n [F]`, the layer's input with a one for the bias, and outputs `f_n = W phi_n`. The
-generalised Gauss-Newton matrix of all rows' negative log-likelihoods, with `H_n` the Hessian of row n's in `f_n`, is
+Row n of the data has features `phi_n [F]` (the layer's input, with a one appended for the bias) and outputs
+`f_n = W phi_n`. Let `H_n` be the Hessian of its negative log-likelihood in `f_n`. The generalised Gauss-Newton matrix
+of all rows is
 
     full     sum_n H_n x phi_n phi_n^T
     kron     (sum_n H_n) x (mean_n phi_n phi_n^T)             Ritter, Botev & Barber, 2018
     diag     the diagonal of the full one
 
-For a softmax `H_n = diag(p) - p p^T`. All other likelihoods treat outputs apart: `H_n = diag(h)`, and the full matrix
-has a block `sum_n h_no phi_n phi_n^T` for each output. A weight of a row counts it so many times. What is decomposed
-once into eigenvalues serves every prior.
+For a softmax `H_n = diag(p) - p p^T`. All other likelihoods treat outputs as independent: `H_n = diag(h)`, and the full
+matrix has a block `sum_n h_no phi_n phi_n^T` per output. A row of weight k counts as k rows. One eigendecomposition
+serves every prior.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from torch import Tensor
 from multitudes.methods.laplace.layers import STRUCTURES
 
 WORKING = 4
-"""How many matrices of its size a decomposition holds at once: itself, its eigenvectors, and what LAPACK needs."""
+"""Matrices of this size that a decomposition holds at once: the matrix, its eigenvectors, LAPACK's workspace."""
 WIDE = 8
-"""Bytes of a number: curvatures are summed in float64."""
+"""Bytes per number: curvatures are summed in float64."""
 PART = 2**25
-"""The bytes of what is made of a part of a batch's rows at a time."""
+"""Bytes of intermediate results; larger batches are processed in parts."""
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float64, or where a device has none in float32."""
+    """Convert to float64, or to float32 on MPS, which has no float64."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 def bytes_for(structure: str, outputs: int, features: int, softmax: bool) -> int:
-    """How much memory a curvature takes, with what is needed to decompose it."""
+    """Return the memory that a curvature and its decomposition take, in bytes."""
     weights = outputs * features
     if structure == "full":
         return WORKING * WIDE * (weights**2 if softmax else outputs * features**2)
@@ -46,9 +47,9 @@ def bytes_for(structure: str, outputs: int, features: int, softmax: bool) -> int
 def structure_for(
     structure: str, outputs: int, features: int, softmax: bool, budget: float, full: float = float("inf")
 ) -> str:
-    """The structure asked for, or for "auto" the richest that stays inside `budget` bytes; an error where none does.
+    """Return the given structure, or for "auto" the richest one within `budget` bytes. Raise if none fits.
 
-    A full one that was not asked for takes at most `full` bytes.
+    With "auto", a full one takes at most `full` bytes.
     """
     choices = STRUCTURES if structure == "auto" else (structure,)
     for choice in choices:
@@ -65,7 +66,7 @@ def structure_for(
 
 
 class Curvature:
-    """Sums over rows, of one of the three structures, for `outputs` and `features`, with a softmax or without."""
+    """Sums over rows in one of the three structures, for `outputs` and `features`, with a softmax or without."""
 
     def __init__(self, structure: str, outputs: int, features: int, softmax: bool, like: Tensor) -> None:
         self.structure, self.outputs, self.features, self.softmax = structure, outputs, features, softmax
@@ -88,7 +89,7 @@ class Curvature:
     def add(self, phi: Tensor, curving: Tensor, weight: Tensor) -> None:
         """Add rows of features `[R, F]` and weights `[R]`.
 
-        `curving [R, O]` are the probabilities p of a softmax, or else the second derivatives h, times the weights.
+        `curving [R, O]` are a softmax's probabilities p, or else the second derivatives h times the weights.
         """
         widest = self.outputs * self.features if self.structure == "full" and self.softmax else self.features
         size = max(1, PART // (WIDE * max(widest, self.outputs)))
@@ -115,7 +116,7 @@ class Curvature:
                 self.whole[0].addmm_(products.flatten(1).mT, products.flatten(1), alpha=-1)
 
     def spectrum(self) -> Spectrum:
-        """Its eigenvalues and eigenvectors."""
+        """Decompose into eigenvalues and eigenvectors."""
         if self.structure == "diag":
             return Spectrum("diag", self.diagonal, self.outputs)
         if self.structure == "full":
@@ -132,9 +133,9 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A curvature's eigenvalues, `[K, R]` of K blocks for "full" and else `[O, F]`, and its eigenvectors.
+    """Eigenvalues of a curvature, `[K, R]` for K blocks if "full" and else `[O, F]`, and its eigenvectors.
 
-    Without a softmax the first axis counts the outputs.
+    Without a softmax the first axis runs over the outputs.
     """
 
     structure: str
@@ -145,7 +146,7 @@ class Spectrum:
     right: Tensor | None = None
 
     def posterior(self, precisions: Tensor) -> dict[str, Tensor]:
-        """The tensors of a `LaplaceLayer` for these eigenvalues of the posterior's precision."""
+        """Return the tensors of a `LaplaceLayer`, given the eigenvalues of the posterior precision."""
         deviations = precisions.rsqrt()
         if self.vectors is not None:
             return {"factor": self.vectors * deviations[:, None, :]}
@@ -153,7 +154,7 @@ class Spectrum:
         return {"deviations": deviations, **{name: own for name, own in factors.items() if own is not None}}
 
     def projected(self, phi: Tensor) -> Tensor:
-        """What rows of features `[R, F]` give `variances` for any precisions."""
+        """Project features `[R, F]` to the squares that `variances` needs, for any precisions."""
         phi = phi.to(self.values.dtype)
         if self.vectors is not None:
             blocks = self.vectors.reshape(self.outputs, phi.shape[1], -1)
@@ -161,7 +162,7 @@ class Spectrum:
         return (phi if self.right is None else phi @ self.right).square()
 
     def variances(self, projected: Tensor, precisions: Tensor) -> Tensor:
-        """The outputs' variances, `[R, O]`, for these eigenvalues of the posterior's precision."""
+        """Return the variances of the outputs, `[R, O]`, given the eigenvalues of the posterior precision."""
         variances = precisions.reciprocal()
         if self.vectors is not None:
             return (projected * variances).sum(-1)

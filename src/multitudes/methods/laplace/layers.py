@@ -1,12 +1,12 @@
-"""Output layers whose weights have a Gaussian posterior, and networks that tell the noise of their targets.
+"""Output layers with a Gaussian posterior over their weights, and a network wrapper that adds the targets' noise.
 
-A weight matrix with its bias as a last column, `W [O, F]`, has mean `W*`, the trained one, and the covariance S:
+The weight matrix with the bias as last column, `W [O, F]`, has the trained values `W*` as mean, and the covariance S:
 
     full     S = L L^T                                          W = W* + L eps
     kron     S = (Q_G x Q_A) diag(s^2) (Q_G x Q_A)^T            W = W* + Q_G (s * eps) Q_A^T
     diag     S = diag(s^2)                                      W = W* + s * eps
 
-Where a likelihood treats outputs apart, as all but the softmax's do, the full covariance has a block for each output:
+If the likelihood treats outputs as independent (all but the softmax), the full covariance has one block per output:
 `L [K, R, R]` with K blocks of R rows, `K R = O F`.
 """
 
@@ -28,26 +28,25 @@ from multitudes.core.tasks.gaussian import join_gaussian
 from multitudes.surgery.affine import kind_of, maps_of, product, product_kind, weight_of
 
 STRUCTURES = ("full", "kron", "diag")
-"""From the richest to the smallest."""
+"""Structures in order of decreasing memory."""
 
 PROBIT = math.pi / 8
 
 
 class LaplaceLayer(Stochastic):
-    """An output layer with a posterior: each draw has weights of its own, which serve the whole batch.
+    """An output layer with a posterior. Each draw has its own weights, the same for the whole batch.
 
-    `weight` and `bias` are the trained ones, the expectation. The posterior's tensors are buffers: `factor`, or `left`,
-    `right` and `deviations`, or `deviations` alone. The first outputs are random, as many as the posterior is of; the
-    variances of a Gaussian head are not. `prior` and `evidence` are the prior precision and the logarithm of the
-    marginal likelihood.
+    `weight` and `bias` are the trained ones, the posterior mean. The posterior's tensors are buffers: `factor`; or
+    `left`, `right` and `deviations`; or `deviations` alone. The posterior covers the first outputs only: a Gaussian
+    head's variances are not random. `prior` is the prior precision, `evidence` the log marginal likelihood.
     """
 
     noise = "weights"
     weight: Tensor
     bias: Any
     side: str | None = None
-    """What a run gives instead of a draw: "probit", scaled logits; "deviation", the outputs' standard deviations; or
-    "point", the mean and so many of them as the buffer `point` says."""
+    """Output of a run instead of a draw: "probit", scaled logits; "deviation", the outputs' standard deviations; or
+    "point", the mean plus `point` (a buffer) standard deviations. None draws."""
 
     structure: str
     prior: Tensor
@@ -59,7 +58,7 @@ class LaplaceLayer(Stochastic):
     point: Any
 
     def hold(self, structure: str, posterior: Mapping[str, Tensor], prior: float, evidence: float) -> None:
-        """Take on a posterior: its structure, its tensors by name, and what it came from."""
+        """Set the posterior: structure, tensors by name, prior precision and log marginal likelihood."""
         self.structure = structure
         for name in ("factor", "left", "right", "deviations"):
             own = posterior.get(name)
@@ -81,9 +80,9 @@ class LaplaceLayer(Stochastic):
         return mean if self.expects else mean + self._outputs(self._deviation(self.rows(x))).to(mean.dtype)
 
     def _deviation(self, rows: Tensor) -> Tensor:
-        """The deviation of one draw's outputs from the mean, `[..., F] -> [..., O]`.
+        """Return the deviation of one draw's outputs from the mean, `[..., F] -> [..., O]`.
 
-        Of factors, rows are multiplied with each: there are fewer of them than weights.
+        For "kron", multiply the rows by each factor: cheaper than forming the weights.
         """
         if self.structure != "kron":
             return rows @ self._change().mT
@@ -91,7 +90,7 @@ class LaplaceLayer(Stochastic):
         return rows @ self.right @ change.mT @ self.left.mT
 
     def _change(self) -> Tensor:
-        """The numbers that a draw adds to the weights and the bias, `[O, F]`."""
+        """Draw the difference from the mean of weights and bias, `[O, F]`."""
         if self.structure == "full":
             change: Tensor = self.factor @ self.normal((*self.factor.shape[:2], 1), like=self.factor)
             return change.reshape(-1, self.weight.shape[1] + (self.bias is not None))
@@ -99,7 +98,7 @@ class LaplaceLayer(Stochastic):
         return self.left @ change @ self.right.mT if self.structure == "kron" else change
 
     def variances(self, rows: Tensor) -> Tensor:
-        """The variance of each random output for features `[..., F] -> [..., O]`."""
+        """Return the variance of each random output for features, `[..., F] -> [..., O]`."""
         if self.structure == "full":
             blocks = self.factor.reshape(-1, rows.shape[-1], self.factor.shape[-1])  # of each output
             return torch.stack([(rows @ block).square().sum(-1) for block in blocks], -1)
@@ -108,23 +107,23 @@ class LaplaceLayer(Stochastic):
         return (rows @ self.right).square() @ self.deviations.square().mT @ self.left.square().mT
 
     def last(self, values: Tensor) -> Tensor:
-        """The layer's inputs or outputs with their channels last."""
+        """Move the channels of the layer's inputs or outputs last."""
         return values.movedim(1, -1) if isinstance(self, nn.Conv2d) else values
 
     def rows(self, x: Tensor) -> Tensor:
-        """Features `[..., F]` of the layer's inputs, with a last one of ones for a bias."""
+        """Return the features `[..., F]` of the layer's inputs, with ones appended if there is a bias."""
         last = self.last(x).to(self.weight.dtype)
         return last if self.bias is None else F.pad(last, (0, 1), value=1.0)
 
     def _outputs(self, values: Tensor) -> Tensor:
-        """Put numbers for each random output, `[..., O]`, into the form of the layer's outputs; 0 for others."""
+        """Reshape numbers of the random outputs `[..., O]` to the layer's output, with 0 for the other outputs."""
         values = F.pad(values, (0, len(self.weight) - values.shape[-1]))
         return values.movedim(-1, 1) if isinstance(self, nn.Conv2d) else values
 
     # -- plain -------------------------------------------------------------------------------------------
 
     def drawn(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of one draw."""
+        """Return the weight and the bias of one draw."""
         change = self._change().to(self.weight)
         change = F.pad(change, (0, 0, 0, len(self.weight) - len(change)))  # outputs that are not random
         inputs = self.weight.shape[1]
@@ -140,7 +139,7 @@ class LaplaceLayer(Stochastic):
 
     @staticmethod
     def of(layer: Any) -> LaplaceLayer:
-        """From a linear layer or a convolution of one pixel, whatever its class, as yet without a posterior."""
+        """Convert a linear layer or 1x1 convolution of any class. The result has no posterior yet."""
         kind = LaplaceConv if kind_of(layer) is nn.Conv2d else LaplaceLinear
         weight = weight_of(layer).detach()
         weight = weight.mT if maps_of(layer)[0].inputs == 0 else weight
@@ -149,38 +148,38 @@ class LaplaceLayer(Stochastic):
         made: Any = LaplaceLayer._empty(kind, weight, bias is not None)
         made.weight = nn.Parameter(weight.clone(), learns)
         made.bias = copy.deepcopy(bias)
-        kept = {key: held for key, held in vars(layer).items() if key not in vars(made)}  # of a user's subclass
+        kept = {key: held for key, held in vars(layer).items() if key not in vars(made)}  # e.g. of a user's subclass
         vars(made).update(copy.deepcopy({key: held for key, held in kept.items() if not isinstance(held, Tensor)}))
         return cast("LaplaceLayer", made)
 
     @staticmethod
     def _empty(kind: type[nn.Module], weight: Tensor, bias: bool) -> nn.Module:
-        """A layer of a class, for a weight of this shape, without numbers."""
+        """Return an uninitialised layer of class `kind` for a weight of this shape."""
         outputs, inputs, *kernel = weight.shape
         return nn.utils.skip_init(
             kind, inputs, outputs, *kernel[:1], bias=bias, device=weight.device, dtype=weight.dtype
         )
 
     def reset_parameters(self) -> None:
-        """Fresh weights have no posterior."""
-        if hasattr(self, "structure"):  # else the plain layer's constructor asks
+        """Raise: fresh weights have no posterior."""
+        if hasattr(self, "structure"):  # else the plain layer's constructor calls this
             raise ValueError("weights with a Laplace posterior cannot be initialised anew: convert the network again")
-        super().reset_parameters()  # type: ignore[misc]  # the plain layer's, which each class puts behind this one
+        super().reset_parameters()  # type: ignore[misc]  # of the plain layer, the next base of each subclass
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, structure={self.structure!r}"
 
 
 class LaplaceLinear(LaplaceLayer, nn.Linear):
-    """A linear layer, `[B, ..., I] -> [B, ..., O]`, with a posterior of its weights."""
+    """A linear layer, `[B, ..., I] -> [B, ..., O]`, with a posterior over its weights."""
 
 
 class LaplaceConv(LaplaceLayer, nn.Conv2d):
-    """A convolution of one pixel, `[B, I, H, W] -> [B, O, H, W]`, with a posterior of its weights."""
+    """A 1x1 convolution, `[B, I, H, W] -> [B, O, H, W]`, with a posterior over its weights."""
 
 
 class WithoutDraws(Sharing):
-    """A layer with a posterior that draws nothing: its logits by the probit approximation, or one point of its outputs.
+    """Wrapper of a `LaplaceLayer` that draws nothing: it gives the probit approximation, or one point of the outputs.
 
     It shares the layer's registries, and `point` is one of its buffers.
     """
@@ -198,10 +197,10 @@ class WithoutDraws(Sharing):
 
 
 class WithNoise(Sharing):
-    """A network that predicts values, and tells the variance of their noise: `[B]` or `[B, D, ...] -> [B, 2D, ...]`.
+    """Wrapper that adds noise variances to a network's values: `[B]` or `[B, D, ...] -> [B, 2D, ...]`.
 
-    Its predictions are those of `task="gaussian"`. It shares the registries of its `network`, with one buffer more,
-    `target_noise`: one variance `[]`, or one for each output `[D]`.
+    Its predictions are for `task="gaussian"`. It shares the registries of `network`, and adds the buffer
+    `target_noise`: one variance `[]`, or one per output `[D]`.
     """
 
     shares = "network"
@@ -211,7 +210,7 @@ class WithNoise(Sharing):
     def __init__(self, network: nn.Module, noise: Tensor) -> None:
         super().__init__(network)
         self.register_buffer("target_noise", noise)
-        # Networks that are fused must be alike, and `network` is not looked into.
+        # `fuse` compares attributes but does not look into `network`, so keep its class name here.
         self.kind = type(network).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

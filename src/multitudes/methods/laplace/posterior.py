@@ -1,15 +1,15 @@
-"""The posterior of one network's output layer: its curvature, and the prior and the noise that fit it.
+"""The posterior of one network's output layer: its curvature, and the prior and noise that fit it.
 
-The precision of the weights' prior and the noise of values are found by the marginal likelihood, or by held-out data.
-With the prior `N(0, 1/delta)` of all P weights, the trained ones `w`, and eigenvalues `l` of the curvature, the
-logarithm of the marginal likelihood is (MacKay, 1992)
+The prior precision and the noise of values are fitted by the marginal likelihood or by held-out data. With the prior
+`N(0, 1/delta)` on all P weights, the trained weights `w`, and eigenvalues `l` of the curvature, the log marginal
+likelihood is (MacKay, 1992)
 
     log p(D | w) + (P log delta - sum log(l + delta) - delta |w|^2) / 2.
 
-Its derivative in log delta is `(gamma - delta |w|^2) / 2` with `gamma = sum l / (l + delta)`, the number of weights
-that the data determine. It falls as delta grows, so that there is one maximum, which bisection finds. For Gaussian
-noise of variance v the eigenvalues are `l / v`, and in log v the derivative is `(E / v + gamma - N) / 2`, with E the
-sum of squared errors of N values, which falls as well.
+Its derivative in log delta is `(gamma - delta |w|^2) / 2`, where `gamma = sum l / (l + delta)` is the number of weights
+that the data determine. The derivative falls as delta grows, so bisection finds the one maximum. For Gaussian noise of
+variance v the eigenvalues are `l / v`, and the derivative in log v is `(E / v + gamma - N) / 2`, where E is the sum of
+squared errors of N values. It falls with v, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from multitudes.methods.laplace.layers import PROBIT
 from multitudes.methods.laplace.rows import Rows, fits_noise
 
 BOUNDS = -40.0, 40.0
-"""The logarithms between which the prior's precision is looked for, relative to 1 / mean(w^2)."""
+"""Bounds of the search, in logarithms around the starting value."""
 TURNS = 64
 STEPS = 100
 CLOSE = 1e-12
 
 CANDIDATES = tuple(10 ** (quarter / 4) for quarter in range(-20, 21))
-"""The prior precisions that held-out data choose from: a quarter of a decade apart."""
+"""Prior precisions to try on held-out data, a quarter of a decade apart."""
 
 
 # -- the prior and the noise -------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ CANDIDATES = tuple(10 ** (quarter / 4) for quarter in range(-20, 21))
 
 @dataclass(frozen=True)
 class Fitted:
-    """A prior precision, the noise of values, `[O]` or `[]`, and the log marginal likelihood with both."""
+    """A prior precision, the noise of values `[O]` or `[1]`, and the log marginal likelihood with both."""
 
     prior: float
     noise: Tensor | None
@@ -53,33 +53,33 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The result of a pass over the training data, from which a posterior and its marginal likelihood are computed."""
+    """Result of a pass over the training data; gives the posterior and its marginal likelihood for any prior."""
 
     task: Task
     spectrum: Spectrum
-    """Its eigenvalues are those of a noise of variance 1 where values have noise."""
+    """For values with noise: its eigenvalues at noise variance 1."""
     square: float
     """`|w|^2`."""
     log_likelihood: float = 0.0
-    """`log p(D | w)`, but for values with noise, whose is that of `errors`."""
+    """`log p(D | w)`; 0 for values with noise, for which `errors` gives it."""
     errors: Tensor | None = None
-    """For values with noise: the sums of squared errors, `[O]`, or one of all outputs, `[1]`."""
+    """For values with noise: sums of squared errors, per output `[O]` or over all outputs `[1]`."""
     counts: Tensor | None = None
-    """How many values these are of."""
+    """Number of values in each of `errors`."""
 
     # -- for a prior and a noise -------------------------------------------------------------------------
 
     def scaled(self, noise: Tensor | None) -> Tensor:
-        """The eigenvalues for a noise."""
+        """Return the eigenvalues at a noise variance."""
         values = self.spectrum.values
         return values if noise is None else values / noise[:, None]
 
     def precisions(self, fitted: Fitted) -> Tensor:
-        """The eigenvalues of the posterior's precision."""
+        """Return the eigenvalues of the posterior precision."""
         return self.scaled(fitted.noise) + fitted.prior
 
     def at(self, prior: float, noise: Tensor | None) -> float:
-        """The log marginal likelihood."""
+        """Return the log marginal likelihood."""
         values, fit = self.scaled(noise), self.log_likelihood
         if noise is not None and self.errors is not None and self.counts is not None:
             fit = -0.5 * float((self.counts * (2 * math.pi * noise).log() + self.errors / noise).sum())
@@ -89,7 +89,7 @@ class Posterior:
     # -- the best ----------------------------------------------------------------------------------------
 
     def fitted(self, prior: float | None, noise: Tensor | None, held_out: Iterable[Rows] | None) -> Fitted:
-        """With a prior precision, or the best by the marginal likelihood, or by held-out rows where there are any."""
+        """Fit what is None: by the marginal likelihood, or the prior by held-out rows if there are any."""
         if held_out is None:
             return self.likeliest(prior, noise)
         candidates = [self.likeliest(candidate, noise) for candidate in CANDIDATES]
@@ -101,13 +101,13 @@ class Posterior:
         return candidates[int(losses.nan_to_num(nan=math.inf).argmin())]
 
     def likeliest(self, prior: float | None, noise: Tensor | None) -> Fitted:
-        """With this prior and noise, or what maximises the marginal likelihood in the place of None."""
+        """Fit what is None by the marginal likelihood."""
         if self.errors is None or self.counts is None or noise is not None:
             own = self.best_prior(noise) if prior is None else prior
             return Fitted(own, noise, self.at(own, noise))
         noise = self.errors / self.counts
         own = self.best_prior(noise) if prior is None else prior
-        for _ in range(STEPS):  # each step is up: the best prior for the noise, the best noise for the prior
+        for _ in range(STEPS):  # alternate: each update raises the marginal likelihood
             before = math.log(own), noise.log()
             noise = self.best_noise(own)
             own = self.best_prior(noise) if prior is None else prior
@@ -117,7 +117,7 @@ class Posterior:
         return Fitted(own, noise, self.at(own, noise))
 
     def _losses(self, rows: Rows, candidates: list[Fitted]) -> list[float]:
-        """Minus the log-likelihood of rows, for each candidate, by predictions without draws."""
+        """Return the negative log-likelihood of rows for each candidate, predicted without draws."""
         width = self.spectrum.values.numel() if self.spectrum.vectors is not None else rows.phi.shape[1]
         size = max(1, PART // (WIDE * width))
         losses = [0.0] * len(candidates)
@@ -131,7 +131,7 @@ class Posterior:
         return losses
 
     def best_prior(self, noise: Tensor | None) -> float:
-        """The prior's precision of the largest marginal likelihood."""
+        """Return the prior precision with the largest marginal likelihood."""
         values = self.scaled(noise)
         if not self.square > 0:
             raise ValueError("prior='marginal' needs weights that are not all 0 in the output layer: pass a number")
@@ -143,7 +143,7 @@ class Posterior:
         return float(_root(rises, values.new_tensor(math.log(values.numel() / self.square))).exp())
 
     def best_noise(self, prior: float) -> Tensor:
-        """The noise of the largest marginal likelihood for a prior, `[O]` or `[1]`."""
+        """Return the noise with the largest marginal likelihood for a prior, `[O]` or `[1]`."""
         assert self.errors is not None and self.counts is not None
         values, errors, counts = self.spectrum.values, self.errors, self.counts
 
@@ -157,7 +157,7 @@ class Posterior:
 
 
 def _root(rises: Callable[[Tensor], Tensor], middle: Tensor) -> Tensor:
-    """Where a function stops rising, which it does once, around `middle`."""
+    """Find by bisection where a function that rises, then falls, has its maximum; search around `middle`."""
     low, high = middle + BOUNDS[0], middle + BOUNDS[1]
     for _ in range(TURNS):
         middle = (low + high) / 2
@@ -170,7 +170,7 @@ def _root(rises: Callable[[Tensor], Tensor], middle: Tensor) -> Tensor:
 
 
 def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: float) -> Posterior:
-    """The posterior of all rows, added to an empty curvature; `square` is the sum of the squared weights."""
+    """Compute the posterior of all rows with an empty `curvature`; `square` is the sum of squared weights."""
     fit, by_output = 0.0, True
     errors: Any = 0.0
     counts: Any = 0.0
@@ -193,7 +193,7 @@ def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: flo
 
 
 def _curving(task: Task, rows: Rows) -> Tensor:
-    """Probabilities of a softmax, else the second derivatives of the negative log-likelihood in the outputs."""
+    """Return a softmax's probabilities, or else the weighted second derivatives of -log p in the outputs."""
     if task.class_axis is not None:
         return rows.outputs.softmax(1)
     if task.tells_noise:
@@ -212,7 +212,7 @@ def log_likelihood(
     variances: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """The log-likelihood of rows, of their outputs, or averaged over Gaussian outputs of these variances."""
+    """Return the log-likelihood of rows. With `variances`, average over Gaussian outputs of these variances."""
     if not task.classes:
         mean, spread = split_gaussian(outputs) if task.tells_noise else (outputs, noise)
         assert spread is not None

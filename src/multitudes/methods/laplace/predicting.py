@@ -1,4 +1,4 @@
-"""Multitudes whose output layer has a posterior: how they predict, by draws or without."""
+"""Multitudes whose output layer has a posterior: prediction by draws or in closed form."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from multitudes.methods.laplace.layers import LaplaceLayer, WithoutDraws
 class Laplace(Multitude):
     """A network whose output layer has a Gaussian posterior.
 
-    `approximation` says how it predicts: by `"draws"` of the output layer, or without: of classes by `"probit"`
-    (MacKay's), one prediction for each member; of values `"exact"`, by as many points as there are draws, whose mean
-    and variance are those of the posterior, and which tell it from the noise.
+    `approximation` is how it predicts: `"draws"` of the output layer; `"probit"` (MacKay) for classes, one prediction
+    per member; or `"exact"` for values. The latter gives as many points as there are draws. Their mean and variance are
+    the posterior's, so epistemic variance and noise stay separate.
     """
 
     _approximation = "draws"
@@ -36,22 +36,22 @@ class Laplace(Multitude):
 
     @property
     def structure(self) -> str:
-        """That of the posterior's covariance: "full", "kron" or "diag"."""
+        """Structure of the posterior covariance: "full", "kron" or "diag"."""
         return self.layer.structure
 
     @property
     def prior(self) -> Tensor:
-        """The precision of the weights' prior, `[]`, or of each member's, `[M]`."""
+        """Precision of the prior over weights, `[]`, or per member, `[M]`."""
         return self.layer.prior
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
-        """The logarithm of the training data's marginal likelihood, `[]`, or each member's, `[M]`."""
+        """Log marginal likelihood of the training data, `[]`, or per member, `[M]`."""
         return self.layer.evidence
 
     @property
     def approximation(self) -> str:
-        """How it predicts."""
+        """Current way to predict: "draws", "probit" or "exact"."""
         return self._approximation
 
     @approximation.setter
@@ -60,7 +60,7 @@ class Laplace(Multitude):
         self._approximation = name
 
     def member(self, index: int) -> nn.Module:
-        """Member `index` alone, which draws as this does."""
+        """Return member `index` as a `Laplace` of its own."""
         alone = Laplace(plain(super().member(index))).like(self)
         alone._approximation, alone.notes = self._approximation, dict(self.notes)
         return alone
@@ -76,13 +76,13 @@ class Laplace(Multitude):
             if self._approximation == "probit":
                 return self._read("probit", x)
             middle, deviation = self._predictions(x), self._read("deviation", x)
-        means, rest = middle.chunk(2, 2)  # the raw variances, which are the same for all points
+        means, rest = middle.chunk(2, 2)  # rest: raw variances, the same for all points
         spread = deviation.chunk(2, 2)[0]
         points = [torch.cat([means + point * spread, rest], 2) for point in _points(max(2, self.draws))]
         return torch.stack(points, 1).flatten(0, 1)
 
     def without_draws(self, points: int) -> Members | None:
-        """Networks that draw nothing and predict the same, those of values by so many points; None where it draws."""
+        """Return members that draw nothing and predict the same; `points` per member for values. None if it draws."""
         if self._approximation == "draws":
             return None
         members = [plain(self.member(index)) for index in range(self.members)]
@@ -101,16 +101,16 @@ class Laplace(Multitude):
 
 
 class LaplaceMembers(Laplace, Members):
-    """Members that share no weight, each with a posterior of its own output layer: a mixture of Laplaces."""
+    """Independent members, each with a posterior over its own output layer: a mixture of Laplaces."""
 
     @property
     def prior(self) -> Tensor:
-        """The precision of each member's prior, `[M]`."""
+        """Prior precision per member, `[M]`."""
         return torch.stack([layer.prior for layer in _layers(self.network)])
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
-        """The logarithm of the training data's marginal likelihood, each member's, `[M]`."""
+        """Log marginal likelihood of the training data per member, `[M]`."""
         return torch.stack([layer.evidence for layer in _layers(self.network)])
 
 
@@ -119,12 +119,12 @@ def _layers(network: nn.Module) -> list[LaplaceLayer]:
 
 
 def approximations(task: Task) -> tuple[str, ...]:
-    """How networks of a task can predict."""
+    """Return the ways to predict for a task."""
     return ("draws", "probit") if task.classes else ("draws", "exact")
 
 
 def _points(count: int) -> list[float]:
-    """Quantiles of a normal distribution, evenly spaced, with mean 0 and variance 1."""
+    """Return normal quantiles at evenly spaced probabilities, rescaled to variance 1."""
     points = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
     scale = math.sqrt(sum(point**2 for point in points) / count)
     return [point / scale for point in points]

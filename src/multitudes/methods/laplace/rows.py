@@ -1,8 +1,8 @@
-"""What an output layer sees and gives, row by row, and which prediction and which target each of its outputs is.
+"""Inputs and outputs of an output layer as rows, with the prediction and the target of each output.
 
-The curvature is that of a likelihood of the layer's outputs, so a network must predict with these: all of them in their
-order, some of them (the last token of a text), or their `log_softmax`. That is observed: in a run the layer's outputs
-are numbered, and the numbers are looked up in the predictions. What changes outputs, such as a scale, is refused.
+The likelihood must be one of the layer's outputs, so a network must predict exactly these: all of them in order, some
+of them (the last token of a text), or their `log_softmax`. To verify this, one run replaces the outputs by their
+indices and looks these up in the predictions. A network that changes outputs, by a scale for example, is rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from multitudes.surgery.layers import Selector, check_untied, select
 
 
 def fits_noise(task: Task) -> bool:
-    """Whether the variance of the noise is no output of the network, and fitted or given."""
+    """Return whether the noise variance is fitted or given, not an output of the network."""
     return not task.classes and not task.tells_noise
 
 
@@ -48,7 +48,7 @@ def fits_noise(task: Task) -> bool:
 
 
 def output_layer(network: nn.Module, layers: Selector, example: Input) -> str:
-    """The name of the layer that `layers` selects, or the one after which no other layer with weights comes."""
+    """Return the name of the layer that `layers` selects, or else of the last layer with weights."""
     if layers is not None:
         names = list(select(network, layers, affine_layers(network)))
     elif maps_of(network) or isinstance(network, Stochastic):
@@ -77,7 +77,7 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> str:
 
 
 def described(network: nn.Module, name: str) -> str:
-    """A layer's name and class, for errors."""
+    """Return a layer's name and class, for errors."""
     kind = type(network.get_submodule(name)).__name__
     return f"layer {name!r} ({kind})" if name else f"the network itself ({kind})"
 
@@ -99,26 +99,26 @@ def _is_linear(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that a layer has seen of one batch, those that no target belongs to left out."""
+    """One batch as rows of the layer; rows without a target are left out."""
 
     phi: Tensor
-    """Features `[R, F]`, with ones for a bias."""
+    """Features `[R, F]`, the last one 1 if there is a bias."""
     outputs: Tensor
     """The layer's outputs `[R, O]`, in float64."""
     target: Tensor
-    """With a softmax classes `[R]` or their probabilities `[R, O]`; of a Gaussian head `[R, O / 2]`; else `[R, O]`."""
+    """Classes `[R]` or probabilities `[R, O]` for a softmax; `[R, O / 2]` for a Gaussian head; else `[R, O]`."""
     weight: Tensor
-    """That of each target, `[R, O]`, or of all of a row, `[R, 1]`; 0 where an output has none."""
+    """Weight of each target `[R, O]`, or of a row `[R, 1]`; 0 for outputs without a target."""
     by_output: bool = True
-    """Return whether each output of the layer is one of the predictions `[B]` or `[B, O]`."""
+    """True if each output of the layer is one of the predictions `[B]` or `[B, O]`."""
 
 
 def rows_of(
     network: nn.Module, name: str, where: str, batches: Batches, reader: Multitude, argument: str = "data"
 ) -> Iterator[Rows]:
-    """The rows that a `LaplaceLayer` of a network sees of all batches.
+    """Yield the rows of a network's `LaplaceLayer` for each batch.
 
-    `reader` knows the task. Errors name the layer by `where`, and the batches by the name of an argument.
+    `reader` has the task. In errors, `where` is the layer's name and `argument` that of the batches.
     """
     observer = _Observer(network, name, where, reader)
     device = device_in(network)
@@ -138,16 +138,16 @@ def rows_of(
 
 
 class _Observer:
-    """Runs a network on batches, and knows from the first one how its predictions follow from the layer's outputs."""
+    """Run a network on batches. The first one determines how predictions follow from the layer's outputs."""
 
     def __init__(self, network: nn.Module, name: str, where: str, reader: Multitude) -> None:
         self.network, self.name, self.where, self.reader = network, name, where, reader
         self.layer = cast("LaplaceLayer", network.get_submodule(name))
         self.task = reader.reading
-        self.way = ""  # "whole": all outputs in their order; "log_softmax"; "chosen": some of them
+        self.way = ""  # "whole": all outputs in order; "log_softmax"; "chosen": some of them
 
     def rows(self, x: Input, y: Tensor, weight: Tensor) -> Rows:
-        """The rows of a batch; `weight [B]` is that of each input."""
+        """Return the rows of a batch; `weight [B]` is per input."""
         with input_errors(x):
             seen, outputs, prediction = self._run(x)
         y = self.task.aligned(y)
@@ -162,7 +162,7 @@ class _Observer:
         return replace(found, by_output=prediction.dim() < 3 and prediction[:1].numel() == own.shape[1])
 
     def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the layer's input and output, and the prediction, with other outputs `instead` of its own."""
+        """Return the layer's input, its output, and the prediction. `instead` replaces the layer's output, if given."""
         names = [self.name]
         with recording(self.network, names) as trace, hooked(self.network, names, lambda *_: instead):
             prediction = call(self.network, x)
@@ -171,7 +171,7 @@ class _Observer:
         return trace.ended[0].args[0], trace.ended[0].output, prediction
 
     def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
-        """What targets must be for predictions, and features for a curvature."""
+        """Raise unless targets fit the predictions and features are finite."""
         if self.reader.known_task is None:
             check_class_axis(prediction[None], x)
             check_clear(prediction[None], y)
@@ -192,7 +192,7 @@ class _Observer:
     # -- which output is which prediction ----------------------------------------------------------------
 
     def _numbers(self, x: Input, outputs: Tensor, prediction: Tensor) -> Tensor:
-        """Which of the layer's outputs, counted with channels last, each number of the prediction is."""
+        """Return the index of the layer's output (counted with channels last) for each element of the prediction."""
         last = self.layer.last(outputs)
         counted = torch.arange(last.numel(), device=last.device).view(last.shape)
         counted = counted.movedim(-1, 1) if isinstance(self.layer, nn.Conv2d) else counted
@@ -218,8 +218,8 @@ class _Observer:
         return "whole" if whole and torch.equal(numbers, counted.reshape(prediction.shape)) else "chosen"
 
     def _looked_up(self, x: Input, counted: Tensor, prediction: Tensor) -> Tensor | None:
-        """The numbers of the outputs that a prediction consists of; None where it is made of anything else."""
-        marks = wide((counted + 1) * (1 - 2 * (counted % 2)))  # of both signs: what depends on the sign is noticed
+        """Return the indices of the outputs that the prediction consists of; None if it is computed from them."""
+        marks = wide((counted + 1) * (1 - 2 * (counted % 2)))  # alternate signs, to notice e.g. a ReLU
         found = wide(self._run(x, marks)[2])
         if found.shape != prediction.shape or not bool(found.isfinite().all()):
             return None
@@ -237,7 +237,7 @@ class _Observer:
     # -- rows of it --------------------------------------------------------------------------------------
 
     def _grouped(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
-        """Of predictions that are all outputs of a row together."""
+        """Build rows for predictions made of all outputs of a row together."""
         axis, width = self.task.class_axis or 1, outputs.shape[1]
         numbers = numbers.movedim(axis, -1).flatten(0, -2)
         order = torch.arange(width, device=numbers.device)
@@ -258,7 +258,7 @@ class _Observer:
         return Rows(phi[which], outputs[which], y, weight[:, None])
 
     def _apart(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
-        """Of predictions each of which is an output by itself."""
+        """Build rows for predictions that are one output each."""
         numbers = numbers.flatten()
         if len(numbers.unique()) != len(numbers):
             raise ValueError(f"an output of {self.where} is in the predictions more than once")

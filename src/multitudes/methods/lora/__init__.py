@@ -1,4 +1,4 @@
-"""Low-rank adapters as members: their layers, their conversion, and PEFT's files of them."""
+"""LoRA: layers, conversion, and PEFT files."""
 
 from multitudes.methods.lora.conversion import ROWS, LoraMembers, lora
 

@@ -1,4 +1,4 @@
-"""LoRA: a frozen network, held once, whose members are low-rank adapters with output layers of their own."""
+"""LoRA: one frozen network, shared by members that are low-rank adapters with their own output layers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LoraMembers(SharedMembers):
     own_losses = True
 
     def save_adapters(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write each member as PEFT writes an adapter, to `folder/member-0` and so on; returns these folders.
+        """Save each member in PEFT's format to `folder/member-0` and so on. Return these folders.
 
-        Each holds `adapter_model.safetensors`, with the member's output layers, and `adapter_config.json`:
-        `peft.PeftModel.from_pretrained(base, folder)` loads it, and `lora(model, adapters=folders)` reads them again.
+        Each contains `adapter_model.safetensors`, with the member's output layers, and `adapter_config.json`.
+        `peft.PeftModel.from_pretrained(base, folder)` and `lora(model, adapters=folders)` load it.
         """
         return write_adapters(self.network, self.members, Path(folder))
 
@@ -56,19 +56,18 @@ def lora(
     task: str | None = None,
     seed: int | None = None,
 ) -> LoraMembers:
-    """Members that are low-rank adapters (Hu et al., 2021) of one frozen network, by default 8 of rank 8.
+    """Make members that are low-rank adapters (Hu et al., 2021) of one frozen network, by default 8 of rank 8.
 
-    Every linear map but the output layer, or every convolution where there is none, gets for each member `A [rank, I]`,
-    drawn at random, and `B [O, rank]`, zero in the beginning; what they add is multiplied by `alpha / rank`, which is 1
-    where `alpha` is not given. `layers` selects other layers, convolutions too. Each member has output layers of its
-    own, found as in `heads` or selected by `heads`; they are drawn anew, so that members differ from the first step, or
-    start as they are with `init="pretrained"`. `heads=[]` shares them, as those of language models are. All else is
-    frozen, and its gradients and optimizer state are never made. The members' losses add up: each learns exactly as it
-    would alone.
-    `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
+    For each member, every linear layer but the output layer gets `A [rank, I]`, drawn at random, and `B [O, rank]`,
+    initially zero; in networks without other linear layers, every convolution does. The update `B A x` is multiplied by
+    `alpha / rank`, which is 1 by default. `layers` selects other layers, convolutions too. Each member has its own
+    output layers, found as in `heads` or selected by `heads`. They are reset, so members differ from the first step,
+    or keep their weights with `init="pretrained"`. `heads=[]` shares them, which is the default for language models.
+    All else is frozen and gets no gradients or optimizer state. The loss is the sum over members, so each learns
+    exactly as it would alone. `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
 
-    `adapters` are folders that PEFT has written, or `net.save_adapters`: each becomes a member, and the files say what
-    is adapted, and by which rank. With `rows="own"` each member trains on its own part of the batch, as in
+    `adapters` are folders written by PEFT or `net.save_adapters`. Each becomes a member, and the files determine the
+    adapted layers and their ranks. With `rows="own"` each member trains on its own part of the batch, as in
     `batch_ensemble`.
 
     >>> net = lora(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, rank=2)
@@ -100,7 +99,7 @@ def lora(
 
 
 def _frozen(net: LoraMembers, network: nn.Module, converted: Collection[str], heads: Collection[str]) -> LoraMembers:
-    """Train nothing but what is each member's own."""
+    """Freeze all that is shared, and set the notes."""
     own = net._own_names()
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(name in own and parameter.requires_grad)
@@ -114,7 +113,7 @@ def _frozen(net: LoraMembers, network: nn.Module, converted: Collection[str], he
 
 
 def _heads(network: nn.Module, heads: Selector, example: Input | None) -> list[str]:
-    """The output layers that are each member's own; a language model's is shared unless it is selected."""
+    """Return the names of the members' own output layers; a language model's is shared unless `heads` selects it."""
     if (heads is None and _token_layer(network) is not None) or (isinstance(heads, (list, tuple)) and not heads):
         return []
     names = output_layers(network, heads, example)
@@ -122,13 +121,13 @@ def _heads(network: nn.Module, heads: Selector, example: Input | None) -> list[s
 
 
 def _token_layer(network: nn.Module) -> nn.Module | None:
-    """The output layer that gives tokens, if Hugging Face says that there is one."""
+    """Return the output layer over tokens of a Hugging Face model, if there is one."""
     layer = getattr(network, "get_output_embeddings", lambda: None)()
     return layer if isinstance(layer, nn.Module) else None
 
 
 def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> dict[str, nn.Module]:
-    """The layers that get adapters."""
+    """Return the layers that get adapters."""
     kinds = (None, nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS)
     able = {name: layer for name, layer in affine_layers(network).items() if kind_of(layer) in kinds}
     own = {name for name in able if any(within(name, head) for head in heads)}
@@ -137,7 +136,7 @@ def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> di
         last = _token_layer(network)
         free = {n: layer for n, layer in able.items() if n in untied and n not in own and layer is not last}
         linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
-        wanted = linear or free  # of a network without linear layers but the last, its convolutions
+        wanted = linear or free  # else the convolutions
         if not wanted:
             has = kinds_left(network, heads) or "nothing else"
             raise ValueError(
@@ -163,7 +162,7 @@ def _check_rank(chosen: dict[str, nn.Module], rank: int) -> None:
                 )
 
 
-# -- adapters of PEFT's ------------------------------------------------------------------------------------
+# -- PEFT files --------------------------------------------------------------------------------------------
 
 
 def _of_files(
@@ -199,7 +198,7 @@ def _of_files(
 
 
 FASTER = 10
-"""How many times higher the rate of adapters is than that of fine-tuning, as is usual: B starts at zero."""
+"""Usual ratio of the learning rate of adapters to that of fine-tuning: B starts at zero."""
 
 
 def _train(net: Multitude, training: Training, settings: Settings) -> Training:

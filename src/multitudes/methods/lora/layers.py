@@ -1,11 +1,11 @@
-"""A frozen layer, held once, and a low-rank adapter for each member.
+"""A frozen shared layer with a low-rank adapter for each member.
 
 Hu et al., *LoRA: low-rank adaptation of large language models*, 2021. Member i's layer is
 
     y = W x + b + s_i B_i A_i x,
 
-with `A_i [r, I]` random and `B_i [O, r]` zero in the beginning. W x is one product for all members, and the adapters
-are two batched ones.
+with random `A_i [r, I]` and `B_i [O, r]` initially zero. W x is one product for all members; the adapters take two
+batched products.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from multitudes.surgery.layers import CONVOLUTIONS
 
 
 def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:
-    """Inputs and outputs of a weight as a matrix: of a convolution, its inputs at all places of the kernel."""
+    """Return inputs and outputs of a weight as a matrix; a convolution's inputs include the kernel positions."""
     return weight.numel() // weight.shape[affine.outputs], weight.shape[affine.outputs]
 
 
 class Lora(AffineMemberLayer):
     """A frozen layer with adapters `A [M, r, I]` and `B [M, O, r]` of each map.
 
-    `scales [M]` is what each member's adapter counts, alpha over its rank; `ranks [M]` are their ranks, below r where
-    an adapter ends in zeros. In training, `dropout` is of what the adapters of a layer of one map see.
+    `scales [M]` are the factors alpha / rank of the members' adapters; `ranks [M]` are their ranks, below r if an
+    adapter is padded with zeros. In training, `dropout` applies to the adapters' input, in layers of one map.
     """
 
     def __init__(self, layer: nn.Module, members: int, rank: int, alpha: float, dropout: float = 0.0) -> None:
@@ -60,7 +60,7 @@ class Lora(AffineMemberLayer):
         return self._all(lambda y, x: self._added(y, x, slice(None)), y, x)
 
     def _added(self, y: Tensor, x: Tensor, members: slice) -> Tensor:
-        """The layer's answers `[M, B, ..., O]` to x `[M, B, ..., I]`, with what the adapters of these members add."""
+        """Add the updates of these members' adapters on x `[M, B, ..., I]` to the layer's output y `[M, B, ..., O]`."""
         A, B, scales = self.A[members], self.B[members], self.scales[members]
         seen = F.dropout(x, self.dropout, self.training) if self.dropout and self.training else x
         down = torch.bmm(seen.flatten(1, -2).to(A.dtype), A.mT)
@@ -79,7 +79,7 @@ class Lora(AffineMemberLayer):
 
 
 def _adapters(weight: Tensor, members: int, rank: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """New ones, by PEFT's rule: A as a linear layer's weight, B zero; in float32 where the layer is in less."""
+    """Return new adapters by PEFT's rule: A like a linear layer's weight, B zero; float32 for half-precision layers."""
     half = weight.dtype in (torch.float16, torch.bfloat16)
     like = weight.new_empty(0, dtype=torch.float32 if half else weight.dtype)
     A = like.new_empty(members, rank, inputs)

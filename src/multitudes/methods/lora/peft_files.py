@@ -1,7 +1,7 @@
-"""Adapters in PEFT's files: `adapter_model.safetensors` and `adapter_config.json` in a folder for each.
+"""Adapters in PEFT's format: a folder for each, with `adapter_model.safetensors` and `adapter_config.json`.
 
-The tensors are named `base_model.model.LAYER.lora_A.weight [r, I]`, `...lora_B.weight [O, r]`, and those of output
-layers, which are saved whole, `base_model.model.HEAD.weight`. Nothing that is read is ever run.
+The tensors are named `base_model.model.LAYER.lora_A.weight [r, I]` and `...lora_B.weight [O, r]`. Output layers are
+saved whole, as `base_model.model.HEAD.weight`. Reading never runs code from a file.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ TASKS = {
     "ForQuestionAnswering": "QUESTION_ANS",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
-"""PEFT's names of tasks, by how the names of Hugging Face's classes end."""
+"""Suffix of a Hugging Face class name -> PEFT's task type."""
 
 UNKNOWN = (
     *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "alora_invocation_tokens"),
     *("arrow_config", "kasa_config", "monteclora_config", "velora_config", "target_parameters"),
     *("trainable_token_indices", "megatron_config"),
 )
-"""Settings of PEFT's that change what an adapter computes in ways that are not known here."""
+"""PEFT settings that change what an adapter computes and are not supported."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One layer's adapter: `A [r, I]`, `B [O, r]`, and what it is multiplied by."""
+    """Adapter of one layer: `A [r, I]`, `B [O, r]`, and the factor of their product."""
 
     A: Tensor
     B: Tensor
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a folder holds: the layers' adapters, and output layers' tensors, by name."""
+    """Content of a folder: adapters and output layers' tensors by layer name."""
 
     layers: dict[str, Part] = field(default_factory=dict)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Adapter:
 
 
 def write_adapters(network: nn.Module, members: int, folder: Path) -> list[Path]:
-    """A folder for each member, `member-0` and so on."""
+    """Write a folder for each member, `member-0` and so on. Return the folders."""
     loras = {name: layer for name, layer in network.named_modules() if isinstance(layer, Lora)}
     heads = {name: layer for name, layer in network.named_modules() if isinstance(layer, (Own, OwnBlock))}
     for name, layer in network.named_modules():
@@ -146,7 +146,7 @@ def _whole(value: float) -> float:
 
 
 def _targets(network: nn.Module, names: Collection[str]) -> list[str] | str:
-    """The last parts of the layers' names, where these name no other module; else an expression of the whole names."""
+    """Return the last parts of the layers' names if no other module matches them, else a regex of the full names."""
     lasts = sorted({name.rpartition(".")[2] for name in names})
     inside = {
         id(m) for layer in network.modules() if isinstance(layer, Lora) for m in layer.modules() if m is not layer
@@ -160,14 +160,14 @@ def _targets(network: nn.Module, names: Collection[str]) -> list[str] | str:
 
 
 def read_adapter(folder: Path, network: nn.Module) -> Adapter:
-    """What PEFT wrote to a folder, for this network."""
+    """Read an adapter that PEFT wrote for this network."""
     able = affine_layers(network)
     wrong = f"adapters: {str(folder)!r}"
     config = _config_of(folder, wrong)
     load = needed("safetensors.torch", "safetensors", "reading adapters").load_file
     try:
         tensors = load(folder / TENSORS)
-    except Exception as error:  # whatever the reader says of a file that is none of its
+    except Exception as error:  # any error of the reader on a broken file
         raise ValueError(f"{wrong}: {TENSORS} cannot be read ({str(error).splitlines()[0]})") from error
     parts: dict[str, dict[str, Tensor]] = {}
     heads: dict[str, dict[str, Tensor]] = {}
@@ -232,7 +232,7 @@ def _part(name: str, own: Mapping[str, Tensor], config: Any, able: Mapping[str, 
 
 
 def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str, str] | None:
-    """The module that is saved whole and the name of its tensor, of a tensor's name in the file."""
+    """Return the module that is saved whole and its tensor's name, for a tensor name in the file."""
     name = key.removeprefix(PREFIX)
     for path, _ in network.named_modules():
         if any(path == own or path.endswith(f".{own}") for own in saved) and name.startswith(f"{path}."):
@@ -245,7 +245,7 @@ def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str,
 
 @torch.no_grad()
 def with_adapters(network: nn.Module, adapters: Sequence[Adapter]) -> None:
-    """Give a network's members these adapters, in place; where one has none of a layer, it is zero."""
+    """Set the adapters of a network's members in place; members without one for a layer get zeros."""
     for name, layer in network.named_modules():
         if isinstance(layer, Lora):
             _fill(layer, [adapter.layers.get(name) for adapter in adapters])

@@ -1,20 +1,20 @@
-"""Ensemble model patching: a few layers, each drawn from an ensemble of its own.
+"""Ensemble model patching: a few layers, each drawn from its own ensemble.
 
 Chang, Yao, Williams-King and Lipson, *Ensemble model patching: a parameter-efficient variational Bayesian neural
 network*, 2019. Every weight and bias is drawn from a mixture of K Gaussians (eq. 1),
 
     W_i = sum_k 1[Z_i = k] * (M_ik + sigma eps_ik),     b_j = sum_k 1[z_j = k] * (m_jk + sigma eps_jk).
 
-How the assignments Z are drawn tells the members of the family apart (Table 2 and eq. 4 and 5):
+The members of the family differ in how the assignments Z are drawn (Table 2, eq. 4 and 5):
 
     explicit ensemble   one z for the whole network
     EMP                 one z for each layer
-    dropout             one z for each input unit of a layer, of K = 2 components, the second fixed at zero
+    dropout             one z for each input unit of a layer, K = 2 components, the second fixed at zero
     DropConnect         one z for each weight, of the same two components
     ECMP                one z for each weight and bias
 
-Ensemble model patching draws only a few, cheap layers this way (the norm layers, the output), and the rest of the
-network is shared. With priors N(0, 1/tau) on weights and N(0, 1/rho) on biases, the divergence is (eq. 6), up to a
+Ensemble model patching draws only a few cheap layers this way (norm layers, the output layer) and shares the rest of
+the network. With priors N(0, 1/tau) on weights and N(0, 1/rho) on biases, the divergence is (eq. 6), up to a
 constant,
 
     KL = sum_patched sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2) + sum_shared (tau/2 |M|^2 + rho/2 |m|^2).
@@ -59,7 +59,7 @@ from multitudes.surgery.observe import example_for, executed, tell_reach
 from multitudes.surgery.start import Start
 
 PLACES = ("norm", "input", "output")
-"""The words of `layers`, which may be added up."""
+"""Words for `layers`, which can be joined by `+`."""
 
 _DRAWN = {
     "network": "one for the whole network",
@@ -71,7 +71,7 @@ _DRAWN = {
 
 @dataclass(frozen=True)
 class Overhead:
-    """How many parameters a network had, and how many were added."""
+    """Numbers of parameters that a network had, and that were added."""
 
     before: int
     added: int
@@ -86,15 +86,15 @@ class Overhead:
 
 
 class Patched(Multitude):
-    """A network some of whose layers are drawn from mixtures of components."""
+    """A network with layers that are drawn from mixtures of components."""
 
     def ensemble_size(self) -> int:
-        """How many different networks the assignments can make (Table 3)."""
+        """Return the number of different networks that the assignments can make (Table 3)."""
         own = prod(patch.mixing.components ** patch.assignments() for patch in _patches(self.network))
         return own * prod(mixing.components for mixing in _shared_mixings(self.network))
 
     def overhead(self) -> Overhead:
-        """The parameters that patching added (Table 3), probabilities that are learned included."""
+        """Count the parameters that patching added (Table 3), including learned probabilities."""
         stacks = [stack for patch in _patches(self.network) for stack in (patch.weight, patch.bias)]
         added = sum(stack[1:].numel() for stack in stacks if stack is not None)
         added += sum(m.logits.numel() for m in self.network.modules() if isinstance(m, Mixing) and m.logits is not None)
@@ -106,7 +106,7 @@ def _patches(network: nn.Module) -> list[Patch]:
 
 
 def _shared_mixings(network: nn.Module) -> list[Mixing]:
-    """Those that draw for a whole network."""
+    """Return the mixings that draw once for the whole network."""
     return list({id(p.mixing): p.mixing for p in _patches(network) if p.assignment == "network"}.values())
 
 
@@ -120,12 +120,12 @@ def patched(
     cross: bool = False,
     **options: Any,
 ) -> Patched:
-    """Ensemble model patching (EMP): each draw takes one of `components` versions of every patched layer.
+    """Convert a network by ensemble model patching (EMP): each draw picks one of `components` versions of each layer.
 
-    With `cross` (ECMP) it takes each weight and bias from a version of its own. `layers` says what is patched: the
-    norm layers with gamma and beta (`"norm"`), the first or the last convolution or linear layer that runs
-    (`"input"`, `"output"`), sums of these, a selector, or None for every layer that can be. A batch norm's running
-    statistics are shared. The other arguments are those of `family`.
+    With `cross` (ECMP) it picks the version of each weight and bias separately. `layers` selects the patched layers:
+    norm layers with gamma and beta (`"norm"`), the first or last convolution or linear layer that runs (`"input"`,
+    `"output"`), sums of these, a selector, or None for all possible layers. A batch norm's running statistics are
+    shared. The other arguments are those of `family`.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> net = patched(model, components=5).eval()
@@ -157,30 +157,29 @@ def family(
     task: str | None = None,
     seed: int | None = None,
 ) -> Patched:
-    """The general family, eq. (1): a copy of `model` whose layers are drawn from mixtures of `components`.
+    """Return a copy of `model` whose layers are drawn from mixtures of `components` by the general eq. (1).
 
-    `assignment` says what shares one draw of a component: the whole `"network"`, a `"layer"`, the weights of one
-    input unit (`"row"`), or nothing (`"element"`). `sigma` is the components' noise. With `zero_component` the last
-    component is zero; then, and for rows, there is one bias. `layers` is as in `patched`; by default all layers that
-    can be patched, with a zero component all but the norm layers. Dropout of rate p is
+    `assignment` is the scope of one choice of component: the whole `"network"`, a `"layer"`, the weights of one
+    input unit (`"row"`), or a single weight (`"element"`). `sigma` is the components' noise. With `zero_component` the
+    last component is zero; then, and for rows, there is one bias. `layers` is as in `patched`; by default all possible
+    layers, except norm layers if there is a zero component. Dropout of rate p is
 
         family(model, 2, "row", zero_component=True, mixing=[1 - p, p]),
 
-    without the scaling by 1 / (1 - p) that torch's dropout has, and with one mask for a whole batch. The networks of
-    an explicit ensemble (`"network"`) share their batch norms' running statistics; `deep_ensemble`'s do not.
+    without the scaling by 1 / (1 - p) of torch's dropout, and with one mask for a whole batch. The networks of an
+    explicit ensemble (`"network"`) share their batch norms' running statistics, unlike those of `deep_ensemble`.
 
-    The probabilities are `mixing`: `"uniform"`, K numbers, or `"learned"`, as logits of each layer. Learned ones
+    `mixing` gives the probabilities: `"uniform"`, K numbers, or `"learned"`, with logits for each layer. Learned ones
     get gradients by a relaxation: the drawn component with the gradient of its probability
     (`"straight-through"`), or an average of the components weighted by a Gumbel-softmax at `temperature`
     (`"weighted"`). Expectations (`draws=0`) use the mixture's mean weights, `sum_k p_k M_k`.
 
-    Components start apart. Those of a fresh network (see `deep_ensemble` for `init` and `heads`) are drawn
-    independently, as the network initialises itself. Frozen layers keep their weights and are not patched. Where
-    that gives the same each time, as in norm layers, and in all layers of a pretrained network, they are normal
-    variations of the layer, which is their mean, with a deviation of `spread` times the root mean square of its
-    weight. `weight_precision` and `bias_precision` are those of the priors in `net.kl()`, the paper's tau and rho. The
-    input and the output layer are found by running `example`, one batch of inputs; without one, noise of the usual
-    sizes is tried.
+    Components start different. In a fresh network (see `deep_ensemble` for `init` and `heads`) they are initialised
+    independently, by the network's own rules. If that gives equal components, as in norm layers, and in pretrained
+    networks, normal noise is added with deviation `spread` times the root mean square of the layer's weight; the
+    components' mean stays the layer. Frozen layers keep their weights and are not patched. `weight_precision` and
+    `bias_precision` are the precisions of the priors in `net.kl()`, the paper's tau and rho. `example` is one batch of
+    inputs to find the input and output layers with; without it, noise of the usual sizes is tried.
 
     >>> net = family(nn.Linear(3, 2), 2, "element", zero_component=True, mixing=[0.9, 0.1])  # DropConnect
     >>> net.ensemble_size() == 2**6, net.overhead().added
@@ -217,7 +216,7 @@ def family(
         shared.attach(network)
     net = Patched(network).like(start.given, task)
     others = [each for each in net.divergences if getattr(each, "func", None) is not patching_kl]
-    net.divergences = (*others, partial(patching_kl, **precisions))  # that of an earlier patching counts every layer
+    net.divergences = (*others, partial(patching_kl, **precisions))  # replaces that of an earlier patching
     net.notes = start.noted({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
     tell_reach(net, model, converted, example, warn=False)  # small by design
     if isinstance(layers, str) and "norm" in layers.split("+"):
@@ -228,9 +227,9 @@ def family(
 def _versions(
     model: nn.Module, names: Sequence[str], count: int, start: Start
 ) -> tuple[nn.Module, dict[str, list[Any]]]:
-    """The network to patch, and `count` versions of each named layer.
+    """Return the network to patch, and `count` versions of each named layer.
 
-    A fresh one is drawn anew for each version, so that every version is initialised as the network would be.
+    A fresh network is initialised anew for each version.
     """
     draws = count if any(maps_of(model.get_submodule(name)) for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
@@ -245,10 +244,10 @@ def _versions(
 
 
 def chosen_layers(model: nn.Module, layers: Selector, zero_component: bool, example: Input | None) -> list[str]:
-    """The names of the layers to patch."""
+    """Return the names of the layers to patch."""
 
     def anywhere(_: str, layer: nn.Module) -> bool:
-        # Beside a zero component, no norm layer, for its zeros would drop whole channels.
+        # With a zero component, exclude norm layers: its zeros would drop whole channels.
         return _has_weight(layer) and not (zero_component and (type(layer) in NORMS or is_other_norm(layer)))
 
     words = layers.split("+") if isinstance(layers, str) else []
@@ -268,7 +267,7 @@ def chosen_layers(model: nn.Module, layers: Selector, zero_component: bool, exam
 
 
 def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Without the frozen layers, which keep their weights."""
+    """Remove frozen layers; raise if none is left."""
     trained = [name for name in names if not is_frozen(model.get_submodule(name))]
     if not trained:
         raise ValueError(f"layers: all that could be patched are frozen: {', '.join(names)}")
@@ -280,7 +279,7 @@ def _has_weight(layer: nn.Module) -> bool:
 
 
 def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
-    """The layers that `norm`, `input` or `output` means."""
+    """Return the layers that `norm`, `input` or `output` selects."""
     if word == "norm":
         names = _norms(model, example)
         if names:
@@ -298,21 +297,21 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
 
 
 def _norms(model: nn.Module, example: Input | None) -> list[str]:
-    """The norms with a weight: torch's own, and others that are seen to be affine in it on an example."""
+    """Return the norms with a weight: torch's, and others that are affine in it on an example."""
     known = [name for name, layer in model.named_modules() if type(layer) in NORMS and _has_weight(layer)]
     others = {name: layer for name, layer in model.named_modules() if is_other_norm(layer)}
     seen: dict[str, Call] = {}
     try:
         for call in record(model, example_for(model, example), others).calls if others else ():
             seen.setdefault(call.name, call)
-    except (RuntimeError, ValueError):  # without an example, they stay as they are, which is warned of
+    except (RuntimeError, ValueError):  # without an example these are not patched; `warn_of_other_norms` warns
         pass
     affine = {name for name, own in seen.items() if is_affine_norm(others[name], own.args, own.kwargs)}
     return [name for name, _ in model.named_modules() if name in known or name in affine]
 
 
 def warn_of_other_norms(model: nn.Module, patched: Collection[str]) -> None:
-    """Warn of norms with trained parameters that were asked for and cannot be patched."""
+    """Warn of selected norms with trained parameters that cannot be patched."""
     called = {
         name: module
         for name, module in model.named_modules()
@@ -343,7 +342,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
 
 
 def _probabilities(mixing: str | Sequence[float], components: int) -> list[float] | None:
-    """The components' probabilities; None where they are learned."""
+    """Return the components' probabilities, or None if they are learned."""
     if isinstance(mixing, str) and mixing in ("uniform", "learned"):
         return [1 / components] * components if mixing == "uniform" else None
     try:
@@ -363,10 +362,10 @@ def _probabilities(mixing: str | Sequence[float], components: int) -> list[float
 
 @divergence
 def patching_kl(network: nn.Module, weight_precision: float = 1.0, bias_precision: float = 1.0) -> Tensor:
-    """Eq. (6): the divergence of a patched network from its prior, up to a constant.
+    """Return the divergence of a patched network from its prior, eq. (6), up to a constant.
 
-    The shared terms are those of all other parameters that are named weight or bias. Where probabilities are learned,
-    the entropy of the assignments is not a constant any more, and `sum_k p_k log p_k` is added for each.
+    The shared terms cover all other parameters with "weight" or "bias" in their name. If probabilities are learned, the
+    entropy of the assignments is not constant, and `sum_k p_k log p_k` is added for each.
     """
     tau, rho = weight_precision, bias_precision
     check_number("weight_precision", tau, 0)
@@ -395,7 +394,7 @@ def _squares(stack: Tensor, p: Tensor) -> Tensor:
 
 
 def _negative_entropy(mixing: Mixing) -> Tensor:
-    """`sum_k p_k log p_k` of learned probabilities; 0 for others, whose entropy is a constant."""
+    """Return `sum_k p_k log p_k` of learned probabilities, or 0 for fixed ones, whose entropy is constant."""
     if mixing.logits is None:
         return torch.zeros(())
     log_p = mixing.logits.log_softmax(0)
@@ -403,7 +402,7 @@ def _negative_entropy(mixing: Mixing) -> Tensor:
 
 
 def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int, cross: bool = False) -> Multitude:
-    """By default the norm and output layers are patched; where there is no norm layer, the output alone."""
+    """Patch the norm and output layers by default; without norm layers, the output layer alone."""
     layers = settings["layers"]
     if layers is None:
         layers = "norm+output" if any(isinstance(layer, NORMS) for layer in network.modules()) else "output"

@@ -1,12 +1,12 @@
-"""Layers whose weights are drawn from a mixture: what ensemble model patching puts in place of torch's own.
+"""Layers with weights drawn from a mixture, which ensemble model patching puts in place of torch's layers.
 
-A patched layer keeps K versions of its weight and its bias, the components, stacked `[K, ...]` under the layer's own
-names. Each draw combines them by eq. (1) of Chang et al. (2019),
+A patched layer keeps K versions (components) of its weight and bias, stacked `[K, ...]` under the layer's own names.
+Each draw combines them by eq. (1) of Chang et al. (2019),
 
     W = sum_k 1[Z = k] * (M_k + sigma eps_k),
 
-and computes what the layer computed with the result. `Mixing` draws the assignment Z, one number for the whole
-network, for each layer, for each input unit ("row") or for each element.
+and runs the layer with the result. `Mixing` draws the assignment Z: one number for the whole network, for each layer,
+for each input unit ("row") or for each element.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ RELAXATIONS = ("straight-through", "weighted")
 
 
 class Mixing(Stochastic):
-    """Draws which component is taken: K of them, with probabilities that are `given` or learned, as `logits [K]`.
+    """Draw components: K of them, with probabilities that are `given` or learned, as `logits [K]`.
 
-    Where they are learned, an assignment is a weight for each component instead of one component's number: 1 for the
+    With learned probabilities, an assignment is a weight for each component instead of a component's number: 1 for the
     drawn one, with the gradient of the probabilities (`"straight-through"`), or Gumbel-softmax weights at a
     `temperature` (`"weighted"`).
     """
@@ -58,19 +58,19 @@ class Mixing(Stochastic):
         self.relaxation = relaxation
         self.temperature = temperature
         self.logits = nn.Parameter(like.new_zeros(components)) if given is None else None
-        self.shared: Tensor | None = None  # of the draw under way, where it is the whole network's
+        self.shared: Tensor | None = None  # assignment of the current draw, if it is the whole network's
 
     def reset_parameters(self) -> None:
         if self.logits is not None:
             nn.init.zeros_(self.logits)
 
     def probabilities(self, like: Tensor) -> Tensor:
-        """`p`, `[K]`."""
+        """Return `p`, `[K]`."""
         return like.new_tensor(self.given) if self.logits is None else self.logits.softmax(0)
 
     def assign(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """One draw of Z: components' numbers, `[*shape]`; where probabilities are learned, weights `[K, *shape]`."""
-        like = like.new_empty((), dtype=torch.float32)  # half precision would be too coarse to draw by
+        """Draw Z: component numbers `[*shape]`, or with learned probabilities, weights `[K, *shape]`."""
+        like = like.new_empty((), dtype=torch.float32)  # half precision is too coarse for uniform numbers
         if self.logits is None:
             return self._number(self.uniform(shape, like), self.given)
         ones = [1] * len(shape)
@@ -84,28 +84,28 @@ class Mixing(Stochastic):
         return drawn.float() + (p - p.detach()).view(-1, *ones)
 
     def _number(self, u: Tensor, given: tuple[float, ...] | None) -> Tensor:
-        """Uniform numbers to components: how many of the cumulative probabilities are below each."""
+        """Map uniform numbers to components: count the cumulative probabilities at or below each."""
         if given == (1 / self.components,) * self.components:
-            return (u * self.components).long()  # below K also for the largest float32 below 1
+            return (u * self.components).long()  # below K even for the largest float32 below 1
         bounds: Any = self.probabilities(u).cumsum(0).unbind() if given is None else list(accumulate(given))
         return sum(((u >= bound).long() for bound in bounds[:-1]), torch.zeros_like(u, dtype=torch.int64))
 
     def mixed(self, stack: Tensor, z: Tensor) -> Tensor:
-        """`sum_k 1[Z = k] * M_k` of components `[K, ...]`; a last one that the stack lacks is zero."""
+        """Return `sum_k 1[Z = k] * M_k` of components `[K, ...]`; a last one missing in the stack is zero."""
         if self.logits is None:
             return _picked(stack, z) if len(stack) == self.components else _picked_or_zero(stack, z)
         weights = z[: len(stack)].to(stack.dtype)
         return (weights.reshape(len(stack), *[1] * (stack.dim() - z.dim()), *z.shape[1:]) * stack).sum(0)
 
     def mean(self, stack: Tensor) -> Tensor:
-        """`sum_k p_k M_k`."""
+        """Return `sum_k p_k M_k`."""
         p = self.probabilities(stack)[: len(stack)]
         return (p.view(-1, *[1] * (stack.dim() - 1)) * stack).sum(0)
 
-    # -- one assignment for the whole network: hooks of its root -------------------------------------------
+    # -- one assignment for the whole network: hooks on its root -------------------------------------------
 
     def begin(self, network: nn.Module, args: Any) -> None:
-        """Draw the assignment that all layers share."""
+        """Draw the assignment shared by all layers."""
         if not self.expects:
             self.shared = self.assign((), next(network.parameters()))
 
@@ -117,9 +117,9 @@ class Mixing(Stochastic):
 
 
 def _picked(stack: Tensor, z: Tensor) -> Tensor:
-    """The components' own values at Z: one of them for a single number, else element by element."""
+    """Return the components' values at Z: one component for a single number, else element by element."""
     if z.dim() == 0:
-        return F.embedding(z, stack.flatten(1)).view(stack.shape[1:])  # the fastest look-up under vmap
+        return F.embedding(z, stack.flatten(1)).view(stack.shape[1:])  # the fastest lookup under vmap
     return stack.gather(0, z.expand(stack.shape[1:]).unsqueeze(0)).squeeze(0)
 
 
@@ -133,12 +133,12 @@ def _picked_or_zero(stack: Tensor, z: Tensor) -> Tensor:
 
 
 class Patch(Stochastic):
-    """A layer with stacked components, `weight [K, ...]` and `bias [K, ...]`, of which each draw makes its own.
+    """A layer with stacked components `weight [K, ...]` and `bias [K, ...]`, which each draw combines.
 
-    It is a layer of one affine map, of any class, or a norm, whose gamma is a diagonal matrix. `layers` are the
-    components, one fewer than K where one is fixed at zero; the settings (`stride`, `eps`) are the first one's. With a
-    zero component, or where the input units are assigned, there is a single bias, `[1, ...]` (the paper's K_j = 1). Of
-    the layers that share a `mixing`, one is its `owner`.
+    It replaces a layer of one affine map, of any class, or a norm, whose gamma is a diagonal matrix. `layers` are the
+    components, K - 1 if the last is fixed at zero. The settings (`stride`, `eps`) are those of the first. With a zero
+    component, or assignment by input unit, there is a single bias `[1, ...]` (the paper's K_j = 1). If layers share a
+    `mixing`, exactly one is its `owner`.
     """
 
     noise = "weights"
@@ -171,13 +171,13 @@ class Patch(Stochastic):
         self.register_parameter("bias", None if biases[0] is None else _stacked(biases))
         if owner:
             self.mixing = mixing
-        else:  # known, not registered: under a second name, `functional_call` would not put its tensors back
+        else:  # not registered: with two names, `functional_call` would not restore its tensors
             object.__setattr__(self, "mixing", mixing)
 
     def _settle(self, layer: nn.Module) -> None:
-        """Take over the settings and buffers of torch's own layers; keep others whole, without weight and bias.
+        """Copy the settings and buffers of torch's own layers; keep other layers whole, without weight and bias.
 
-        A torch layer without a weight inside the network would be met by code that looks for such layers.
+        A torch layer without a weight inside the network would break code that searches for such layers.
         """
         if self.whole:
             self.layer = copied(layer)
@@ -210,13 +210,13 @@ class Patch(Stochastic):
         return _affine(plain, weight, bias, x.dim() - 2 if by_group else 0)
 
     def assigned(self) -> tuple[int, ...]:
-        """The shape of the weight's Z: one number, one for each input unit, or one for each element."""
+        """Return the shape of the weight's Z: one number, one per input unit, or one per element."""
         if self.assignment == "row" and self.map is not None:
             return (AffineMap(*self.map).widths(self.weight.shape[1:])[0],)
         return tuple(self.weight.shape[1:]) if self.assignment in ("row", "element") else ()
 
     def assignments(self) -> int:
-        """How many components are drawn for this layer alone in one draw."""
+        """Return the number of components drawn for this layer alone in one draw."""
         if self.assignment == "network":
             return 0
         count = prod(self.assigned())
@@ -225,7 +225,7 @@ class Patch(Stochastic):
         return count
 
     def drawn(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of this draw; of expectations, the mixture's mean."""
+        """Return the weight and bias of this draw, or the mixture's mean for expectations."""
         if self.expects:
             if self.bias is None:
                 return self.mixing.mean(self.weight), None
@@ -255,7 +255,7 @@ class Patch(Stochastic):
 
     def _mixed(self, stack: Tensor, z: Tensor) -> Tensor:
         weighted = self.mixing.logits is not None and self.mixing.relaxation == "weighted"
-        # As the components' noise is independent, its weighted sum is one noise of the summed variance.
+        # The components' noise is independent, so its weighted sum is one noise with the summed variance.
         scale = z.square().sum(0).sqrt().to(stack.dtype) if weighted else 1.0
         return self._noisy(self.mixing.mixed(stack, z), scale)
 
@@ -265,7 +265,7 @@ class Patch(Stochastic):
         return values + self.sigma * scale * self.normal(values.shape, like=values)
 
     def _by_input(self, z: Tensor) -> Tensor:
-        """An assignment of input units, `[..., I]`, in the shape of the weight."""
+        """Reshape an assignment of input units `[..., I]` to broadcast with the weight."""
         if self.map is None:
             return z
         affine, shape = AffineMap(*self.map), self.weight.shape[1:]
@@ -275,9 +275,9 @@ class Patch(Stochastic):
         return z.reshape(*z.shape, *[1] * (len(shape) - 2))
 
     def reset_parameters(self) -> None:
-        """Draw each component anew, as torch initialises such a layer; those of a norm are moved apart."""
+        """Reset each component by torch's rule for such a layer; scatter those of a norm."""
         if self.map is None:
-            if not self.whole:  # only another class knows how its own start
+            if not self.whole:  # the reset rule of other classes is unknown
                 nn.init.ones_(self.weight)
                 if self.bias is not None:
                     nn.init.zeros_(self.bias)
@@ -290,12 +290,12 @@ class Patch(Stochastic):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def alike(self) -> bool:
-        """Whether the components' weights are all the same."""
+        """Return whether all components have the same weight."""
         return not self.weight.is_meta and bool((self.weight == self.weight[:1]).all())
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Move the components apart by normal noise of `spread` times the weight's size, keeping their mean."""
+        """Add normal noise of `spread` times the weight's root mean square to the components, keeping their mean."""
         size = self.weight.square().mean().sqrt()
         size = torch.where(size > 0, size, self.weight[0, 0].numel() ** -0.5)
         for stack in (self.weight, self.bias):
@@ -311,7 +311,7 @@ class Patch(Stochastic):
         return f"{self.kind}, components={self.mixing.components}{zero}, assignment={self.assignment!r}{noise}"
 
     def __getattr__(self, name: str) -> Any:
-        """What networks ask a layer for (`stride`, `eps`)."""
+        """Forward attributes of the layer that networks read (`stride`, `eps`)."""
         own = name in ("layer", "weight", "bias", "mixing") or name.startswith("__")
         if own or "layer" not in self.__dict__.get("_modules", {}):
             return super().__getattr__(name)
@@ -323,12 +323,12 @@ def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
 
 
 class PatchedBatchNorm(Patch, _BatchNorm):  # type: ignore[misc]  # whose forward takes x alone
-    """`[B, C, ...] -> [B, C, ...]`. The running statistics are the layer's own, shared by all components.
+    """`[B, C, ...] -> [B, C, ...]`. The running statistics are shared by all components.
 
-    It is one of torch's batch norms for those who look for them to measure the statistics anew.
+    It subclasses torch's batch norm, so code that recomputes statistics finds it.
     """
 
-    bias: Any  # torch's own says that it is never None
+    bias: Any  # torch declares that it is never None
 
     def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.training or self.running_mean is None or self.running_var is None:
@@ -339,7 +339,7 @@ class PatchedBatchNorm(Patch, _BatchNorm):  # type: ignore[misc]  # whose forwar
         return _affine(x, scale, shift, x.dim() - 2)
 
     def _step(self) -> float:
-        """How far the running statistics move: by `momentum`, or so that they are the mean of all batches so far."""
+        """Return the momentum of the running statistics, or 1 / batches seen for a cumulative mean."""
         if self.num_batches_tracked is None or not (self.training and self.track_running_stats):
             return 0.0
         self.num_batches_tracked.add_(1)
@@ -351,10 +351,10 @@ class PatchedBatchNorm(Patch, _BatchNorm):  # type: ignore[misc]  # whose forwar
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> Tensor:
-    """`x * scale + shift`, with `after` dimensions of x behind that of the scale.
+    """Return `x * scale + shift`, where x has `after` more trailing dimensions than scale.
 
-    By itself it is faster under vmap than as a part of torch's norm functions, and only it is batched there where
-    the input is not.
+    Under vmap this is faster than the affine part of torch's norm functions, and if the input is not batched, only
+    this part is.
     """
     y = x * scale.view(*scale.shape, *[1] * after)
     if shift is not None:
@@ -365,21 +365,21 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> T
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm)
 KINDS = (nn.Linear, *CONVOLUTIONS, *NORMS)
-"""Torch's own layers, which need not be kept to be computed."""
+"""Torch's own layers, which a patch computes without keeping the layer."""
 
 
 # -- which layers ------------------------------------------------------------------------------------------
 
 
 def can_be_patched(layer: nn.Module) -> bool:
-    """Whether it is known what a layer computes: one affine map, or one of torch's norms; or it is called a norm."""
+    """Return whether a layer can be patched: one affine map, a torch norm, or a class named like a norm."""
     if type(layer) in NORMS or is_other_norm(layer):
         return True
     return not is_computed(layer) and kind_of(layer) not in SEVERAL and bool(maps_of(layer))
 
 
 def is_other_norm(layer: nn.Module) -> bool:
-    """Whether a layer is called a norm, and has a gamma, perhaps a beta, and no other parameter."""
+    """Return whether a non-torch layer is named like a norm and has a gamma, maybe a beta, and no other parameter."""
     alone = not (layer._parameters.keys() - {"weight", "bias"} or layer._modules)
     named = "norm" in type(layer).__name__.lower() and type(layer) not in NORMS
     return named and alone and layer._parameters.get("weight") is not None
@@ -387,9 +387,9 @@ def is_other_norm(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def is_affine_norm(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a layer's output for an input is an affine function of its gamma and beta.
+    """Return whether a layer's output for an input is an affine function of its gamma and beta.
 
-    Then `f(a) + f(b) = f(a + b) + f(0)`, which is tried with some.
+    This tests `f(a) + f(b) = f(a + b) + f(0)` with random a and b.
     """
     probe = copied(layer).eval().double()
     args = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
@@ -402,6 +402,6 @@ def is_affine_norm(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     try:
         sums = output(a) + output(b), output({n: a[n] + b[n] for n in a}) + output({n: 0 * a[n] for n in a})
-    except Exception:  # whatever a user's own code may raise: it is not known as a norm then
+    except Exception:  # user code may raise anything: then it is not a known norm
         return False
     return bool(sums[0].isfinite().all()) and alike(sums[0].float()[None], sums[1].float()[None])

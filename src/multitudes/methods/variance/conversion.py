@@ -1,18 +1,18 @@
-"""Variance networks: what a layer has learned may lie in the variances of its weights alone.
+"""Variance networks: a layer may store what it has learned in the variances of its weights alone.
 
 Neklyudov, Molchanov, Ashukha and Vetrov, *Variance networks: when expectation does not meet your expectations*,
-2018. The weights of a layer are drawn from
+2018. The weights of a layer are drawn from one of
 
-    q(w_ij) = N(mu_ij, alpha mu_ij^2)      alpha one for the layer, for each output unit, or for each weight (17-19)
+    q(w_ij) = N(mu_ij, alpha mu_ij^2)      one alpha per layer, per output unit, or per weight (17-19)
     q(w_ij) = N(mu_ij, sigma_ij^2)         additive (20)
     q(w_ij) = N(0, sigma_ij^2)             zero-centred (12)
 
-and the layer's output by the local reparameterisation (21-24), with noise of its own for each example and position:
+and the layer's output by local reparameterisation (21-24), with separate noise for each example and position:
 
     b = A * mu + eps sqrt(A^2 * sigma^2),  eps ~ N(0, 1).
 
-The objective is the evidence lower bound, with the log-uniform prior p(w) ~ 1/|w| or with Student's. The former's
-divergence falls as alpha grows, and so pushes alpha up, until the expectations of the weights say nothing any more:
+The objective is the evidence lower bound, with the log-uniform prior p(w) ~ 1/|w| or Student's t. The divergence from
+the former falls as alpha grows, so it pushes alpha up until the expectations of the weights carry no information:
 the phase transition, which `transition` measures.
 """
 
@@ -52,21 +52,21 @@ def variance(
     task: str | None = None,
     seed: int | None = None,
 ) -> Multitude:
-    """A variance network: linear layers and convolutions get random weights, the last one only where `layers` says so.
+    """Build a variance network: linear layers and convolutions get random weights, by default all but the last.
 
-    `parameterization` says how: with one alpha for the `layer`, for each `neuron` or for each `weight`, all starting
-    at `log_alpha`; with `additive` noise, about as large at the start; or with `zero` expectations. A zero-centred
-    layer wants an even nonlinearity after it, `Absolute()`; name it in `layers`. `kl` says how the divergence from
-    the log-uniform prior is computed, `approximate` (eq. 10) or `stochastic` (eq. 9), or takes the `student` prior
-    with `nu` degrees of freedom. With `init="pretrained"` the model's weights are the expectations, or the sigmas
-    of zero-centred layers; with `init="heads"` too, but the output layers are drawn anew (those that are found, or that
-    `heads` selects). Frozen layers stay plain unless `layers` selects them, and keep their weights in any case.
+    `parameterization` is one alpha per `layer`, per `neuron` or per `weight`, all starting at `log_alpha`; `additive`
+    noise, about as large at the start; or `zero` expectations. A zero-centred layer should be followed by an even
+    nonlinearity, `Absolute()`; select it with `layers`. `kl` is how to compute the divergence from the log-uniform
+    prior, `approximate` (eq. 10) or `stochastic` (eq. 9), or `student` for that prior with `nu` degrees of freedom.
+    With `init="pretrained"` the model's weights become the expectations, or the sigmas of zero-centred layers.
+    `init="heads"` does the same, but resets the output layers (found, or selected by `heads`). Frozen layers stay plain
+    unless `layers` selects them, and always keep their weights.
 
-    Train with `net.loss(x, y, dataset_size=N)`, and alpha at a higher rate than the rest, by
+    Train with `net.loss(x, y, dataset_size=N)`, and with a higher learning rate for alpha,
     `net.parameter_groups(lr=3e-3, log_alpha=0.1)`. The phase transition is clearest with batch norm after the layer.
-    The divergence pulls at log alpha ever more weakly as alpha grows, as 1 / alpha. Adam remembers stronger pulls, and
-    so lets log alpha rise by no more than (1 - beta2) / 2 a step in the long run, 0.0005, whatever its rate. Where
-    steps are few, it must forget sooner: `log_alpha={"lr": 0.01, "betas": (0.9, 0.99)}`.
+    The gradient of the divergence in log alpha falls as 1 / alpha. Adam's second moment still holds the larger past
+    gradients, so in the long run log alpha rises by at most (1 - beta2) / 2 a step, 0.0005, at any learning rate. With
+    few steps, lower beta2: `log_alpha={"lr": 0.01, "betas": (0.9, 0.99)}`.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> net = variance(model)
@@ -84,7 +84,7 @@ def variance(
     if layers is None:
         chosen = _all_but_last(network, chosen, last[0])
     frozen = [name for name, layer in chosen.items() if is_frozen(layer)]
-    if frozen and parameterization == "zero":  # else it can be an expectation, with noise around it
+    if frozen and parameterization == "zero":  # otherwise the weights can be the expectations
         raise ValueError(f"layers: {frozen[0]!r} is frozen, and a zero-centred layer has no place for its weights")
     hooked = [name for name, layer in chosen.items() if layer._forward_hooks or layer._forward_pre_hooks]
     if hooked:
@@ -101,7 +101,7 @@ def variance(
             for drawn in converted.values():
                 drawn.reset_spread()
     net = Multitude(replace(network, converted)).like(start.given, task)
-    if variance_kl not in net.divergences:  # it is that of all such layers
+    if variance_kl not in net.divergences:  # it covers all such layers
         net.divergences += (variance_kl,)
     net.notes = start.noted({name: f"random weights, parameterization {parameterization!r}" for name in converted})
     tell_reach(net, start.network, converted, on_purpose=last, warn=layers is None)
@@ -109,12 +109,12 @@ def variance(
 
 
 def _class_for(layer: nn.Module) -> type[VarianceLayer] | None:
-    """The class of random weights that computes what a layer does; None where its weight is computed from others."""
+    """Return the variance layer class for a layer; None if there is none, or the layer's weight is parametrised."""
     return None if is_computed(layer) else LAYERS.get(kind_of(layer) or nn.Linear)
 
 
 def _as_linear(layer: Any) -> nn.Module:
-    """A layer of torch's own, or one like it in the place of another class (Hugging Face's `Conv1D`)."""
+    """Return torch's own layers as they are, and others (Hugging Face's `Conv1D`) as an equivalent linear layer."""
     if kind_of(layer) is not None:
         return layer
     (affine,) = maps_of(layer)
@@ -148,7 +148,7 @@ def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module], last: str) -> 
 
 @divergence
 def variance_kl(network: nn.Module, kind: str | None = None, nu: float | None = None) -> Tensor:
-    """The divergence of all variance layers' weights from their prior, a scalar; `kind` and `nu` override theirs."""
+    """Return the divergence of all variance layers' weights from their prior; `kind` and `nu` override theirs."""
     if kind is not None:
         check_choice("kind", kind, KLS)
     if nu is not None:
@@ -160,9 +160,9 @@ def variance_kl(network: nn.Module, kind: str | None = None, nu: float | None = 
 
 
 def _train(net: Multitude, training: Training, settings: Settings) -> Training:
-    """More epochs, for what learns more slowly, and Adam, with a rate of its own for log alpha where one is given.
+    """Use Adam, with a separate learning rate for log alpha if given, and `epochs_factor` times the epochs.
 
-    Noise that grows faster than the network learns drowns it, and at a lower rate it hardly moves from where it starts.
+    If the noise grows faster than the network learns, training fails; at a lower rate the noise hardly moves.
     """
     check_number("epochs_factor", settings["epochs_factor"], 0, above=True)
     lr = settings["lr"]

@@ -1,4 +1,4 @@
-"""Layers of random weights, drawn by the local reparameterisation: Neklyudov et al., 2018 (see `conversion`)."""
+"""Layers of random weights, drawn by local reparameterisation: Neklyudov et al., 2018 (see `conversion`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from multitudes.surgery.layers import plain_layer
 PARAMETERIZATIONS = ("layer", "neuron", "weight", "additive", "zero")
 KLS = ("approximate", "stochastic", "student")
 CLIP = 20.0
-"""log alpha is used from -20 to 20."""
+"""log alpha is clamped to -20 to 20."""
 
 
 class VarianceLayer(Stochastic):
-    """A layer whose weights are random, as its `parameterization` says, and drawn anew for each example.
+    """A layer with random weights of the given `parameterization`, drawn anew for each example.
 
-    `weight` holds the expectations mu; beside it is `log_alpha`, of shape `[]`, `[O, 1, ...]` or the weight's own, or
-    `log_sigma`. A zero-centred layer has a signed `sigma` instead, and its `weight` answers with zeros. A bias is not
-    random. Where expectations are asked for, the layer is the plain one with the expected weights.
+    `weight` holds the expectations mu. The spread is `log_alpha`, of shape `[]`, `[O, 1, ...]` or the weight's, or
+    `log_sigma`. A zero-centred layer has a signed `sigma` instead, and its `weight` reads as zeros. The bias is not
+    random. For expectations, the layer is the plain one with the expected weights.
 
-    A layer made sparse has two more buffers: weights that are `fixed` are not random, but have a `value` for good.
-    `kappa` is what `kappa` found last; it is not in the state dict.
+    A sparse layer has two more buffers: weights that are `fixed` are not random, but have a constant `value`.
+    `kappa` is the latest result of the function `kappa`; it is not in the state dict.
     """
 
     parameterization = ""
@@ -61,7 +61,7 @@ class VarianceLayer(Stochastic):
         kl: str = "approximate",
         nu: float = 1e-16,
     ) -> Self:
-        """From a plain layer, with its weights as expectations; in a zero-centred layer, as the sigmas."""
+        """Convert a plain layer. Its weights become the expectations, or the sigmas of a zero-centred layer."""
         check_options(parameterization, log_alpha, kl, nu)
         new = cls.__new__(cls)
         vars(new).update(vars(copied(layer)))
@@ -86,14 +86,14 @@ class VarianceLayer(Stochastic):
             self.log_alpha = nn.Parameter(mu.new_empty(shapes[parameterization]))
 
     def reset_parameters(self) -> None:
-        """Draw the expectations as the plain layer does, and start the spread again."""
-        super().reset_parameters()  # type: ignore[misc]  # the plain layer's, which each class puts behind this one
-        if self.parameterization:  # else the plain layer's constructor asks
+        """Reset the expectations as the plain layer does, then the spread."""
+        super().reset_parameters()  # type: ignore[misc]  # of the plain layer, the next base of each subclass
+        if self.parameterization:  # else the plain layer's constructor calls this
             self.reset_spread()
 
     @torch.no_grad()
     def reset_spread(self) -> None:
-        """alpha as it started, for sigma relative to the weights' root mean square; a lone sigma is drawn."""
+        """Reset alpha to its start (`additive`: relative to the weights' root mean square); draw a lone sigma."""
         if self.parameterization == "zero":
             bound = 1 / math.sqrt(self.sigma[0].numel())
             self.sigma.uniform_(-bound, bound)
@@ -111,13 +111,13 @@ class VarianceLayer(Stochastic):
     # -- the weights' distribution -----------------------------------------------------------------------
 
     def mean(self) -> Tensor:
-        """The expectation of each weight."""
+        """Return the expectation of each weight."""
         if self.fixed is None or self.value is None:
             return self.weight
         return torch.where(self.fixed, self.value, self.weight)
 
     def variance(self) -> Tensor:
-        """The variance of each weight, in float32 or better."""
+        """Return the variance of each weight, in at least float32."""
         if self.parameterization == "zero":
             variance = _wide(self.sigma).square()
         elif self.parameterization == "additive":
@@ -127,7 +127,7 @@ class VarianceLayer(Stochastic):
         return variance if self.fixed is None else variance.masked_fill(self.fixed, 0.0)
 
     def log_alphas(self) -> Tensor:
-        """log alpha as it is used: for each weight, or in a shape that the weight's broadcasts with."""
+        """Return the clamped log alpha, of the weight's shape or broadcastable to it."""
         if self.parameterization == "zero":
             return torch.full_like(_wide(self.sigma), torch.inf)
         if self.parameterization == "additive":
@@ -138,11 +138,11 @@ class VarianceLayer(Stochastic):
         return log_alpha.clamp(-CLIP, CLIP)
 
     def kl(self, kind: str | None = None, nu: float | None = None) -> Tensor:
-        """The divergence of all the layer's random weights from the prior, a scalar.
+        """Return the divergence of the layer's random weights from the prior, a scalar.
 
         A zero-centred weight's divergence from the log-uniform prior does not depend on sigma (appendix C): it is 0.
-        Estimates take noise of its own for each weight, also where they share alpha: one number for all of
-        them would be unbiased as well, with as many times the variance as there are weights.
+        Estimates use separate noise for each weight, even if weights share alpha. One number for all would also be
+        unbiased, but with as many times the variance as there are weights.
         """
         kind, nu = self.kind if kind is None else kind, self.nu if nu is None else nu
         variance = self.variance()
@@ -164,7 +164,7 @@ class VarianceLayer(Stochastic):
     def forward(self, x: Tensor) -> Tensor:
         if self.expects:
             return product(self, x, self.mean(), self.bias)
-        # In float32 at least: half numbers overflow when squared, and 1e-16 would be 0 among them.
+        # At least float32: half-precision numbers overflow when squared, and 1e-16 underflows to 0.
         with torch.autocast(x.device.type, enabled=False):
             variance = product(self, _wide(x).square(), self.variance(), None)
             noise = self.normal(variance.shape, like=variance) * torch.sqrt(1e-16 + variance)
@@ -177,7 +177,7 @@ class VarianceLayer(Stochastic):
     # -- plain and sparse --------------------------------------------------------------------------------
 
     def expected(self) -> nn.Module:
-        """The plain layer with the expected weights."""
+        """Return the plain layer with the expected weights."""
         own = ("parameterization", "start", "kind", "nu")
         plain = plain_layer(product_kind(self), self, self.mean(), self.bias, omit=own)
         for name in ("fixed", "value", "kappa"):
@@ -185,7 +185,7 @@ class VarianceLayer(Stochastic):
         return plain
 
     def fix(self, which: Tensor, value: Tensor) -> Tensor:
-        """Let the weights at `which` be `value` for good, both of the weight's shape; all that are fixed now."""
+        """Fix the weights at `which` to `value`, both of the weight's shape. Return the mask of all fixed weights."""
         if self.fixed is not None and self.value is not None:
             which, value = which | self.fixed, torch.where(self.fixed, self.value, value)
         self.fixed, self.value = which, value.detach().clone()
@@ -193,7 +193,7 @@ class VarianceLayer(Stochastic):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in ("fixed", "value"):
-            if getattr(self, name) is None and f"{prefix}{name}" in state_dict:  # of a sparse layer
+            if getattr(self, name) is None and f"{prefix}{name}" in state_dict:  # the state of a sparse layer
                 device = next(self.parameters()).device
                 setattr(self, name, torch.empty_like(state_dict[f"{prefix}{name}"], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -203,23 +203,23 @@ class VarianceLayer(Stochastic):
 
 
 class VarianceLinear(VarianceLayer, nn.Linear):
-    """A linear layer, `[B, ..., I] -> [B, ..., O]`, of random weights (21, 22)."""
+    """A linear layer, `[B, ..., I] -> [B, ..., O]`, with random weights (21, 22)."""
 
 
 class VarianceConv1d(VarianceLayer, nn.Conv1d):
-    """A convolution, `[B, I, L] -> [B, O, L']`, of random weights, drawn anew at each position (23, 24)."""
+    """A convolution, `[B, I, L] -> [B, O, L']`, with random weights drawn at each position (23, 24)."""
 
 
 class VarianceConv2d(VarianceLayer, nn.Conv2d):
-    """A convolution, `[B, I, H, W] -> [B, O, H', W']`, of random weights, drawn anew at each position (23, 24)."""
+    """A convolution, `[B, I, H, W] -> [B, O, H', W']`, with random weights drawn at each position (23, 24)."""
 
 
 class VarianceConv3d(VarianceLayer, nn.Conv3d):
-    """A convolution, `[B, I, D, H, W] -> [B, O, D', H', W']`, of random weights, drawn anew at each position."""
+    """A convolution, `[B, I, D, H, W] -> [B, O, D', H', W']`, with random weights drawn at each position."""
 
 
 class Absolute(nn.Module):
-    """`|x|`: the nonlinearity for after a zero-centred layer, half of whose outputs a ReLU would drop (appendix D)."""
+    """`|x|`, for use after a zero-centred layer, where a ReLU would drop half of the outputs (appendix D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.abs()
@@ -238,12 +238,12 @@ LAYERS: dict[type[nn.Module], type[VarianceLayer]] = {
 
 
 def variance_layers(network: nn.Module) -> dict[str, VarianceLayer]:
-    """A network's variance layers, by name."""
+    """Return a network's variance layers by name."""
     return {name: layer for name, layer in network.named_modules() if isinstance(layer, VarianceLayer)}
 
 
 def check_options(parameterization: str, log_alpha: float, kl: str, nu: float) -> None:
-    """What a layer asks of its settings."""
+    """Raise unless the settings of a variance layer are valid."""
     check_choice("parameterization", parameterization, PARAMETERIZATIONS)
     check_choice("kl", kl, KLS)
     check_number("log_alpha", log_alpha, -CLIP, CLIP)

@@ -1,12 +1,12 @@
-"""The phase transition of variance networks: which weights must be drawn, and which may be fixed.
+"""The phase transition of variance networks: which weights must be drawn, and which can be fixed.
 
 Neklyudov et al., *Variance networks: when expectation does not meet your expectations*, 2018, sections 5 and 6.4. A
-random weight may be replaced by its expectation where the log-likelihood is close to linear in it over a
-standard deviation. How far from linear it is, its curvature tells:
+random weight can be replaced by its expectation if the log-likelihood is close to linear in it over a standard
+deviation. The curvature measures how far from linear it is:
 
     kappa_ij = sigma_ij^2 d^2/dW_ij^2 log p(y | x, W)  at  W = E W.                                    (16)
 
-As some |kappa| grow large, the deterministic procedure fails. Weights of small |kappa| may be fixed for good.
+If some |kappa| are large, predicting with expected weights fails. Weights of small |kappa| can be fixed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from multitudes.methods.variance.layers import VarianceLayer, variance_layers
 from multitudes.surgery.layers import replace
 
 THRESHOLD = 10**1.5
-"""The paper's, for the first dense layer of LeNet-5 on MNIST. kappa is a sum, and so grows with the examples."""
+"""The paper's, for the first dense layer of LeNet-5 on MNIST. kappa sums over examples, so it grows with N."""
 
 
 # -- kappa -------------------------------------------------------------------------------------------------
@@ -51,13 +51,13 @@ def kappa(
     chunk: int = 32,
     seed: int | None = None,
 ) -> dict[str, Tensor]:
-    """kappa (eq. 16) of each weight of the variance layers, summed over the examples: name -> the weight's shape.
+    """Compute kappa (eq. 16) of each weight of the variance layers, summed over examples: name -> the weight's shape.
 
-    It is computed in evaluation, with all other weights at their expectations, and remembered by the layers for
+    It is computed in evaluation mode with all other weights at their expectations, and stored in the layers for
     `phase` and `sparsify`. `criterion` is minus the log-likelihood, its mean over the batch; by default cross
     entropy. `method="exact"` takes one Hessian-vector product for each weight, or for each output unit of a linear
-    layer that sees one vector for each example; `"hutchinson"` estimates the second derivatives from `probes` random
-    vectors, which is the way for large convolutions. `chunk` products run at once, on `batch_size` examples.
+    layer with one input vector per example. `"hutchinson"` estimates the second derivatives from `probes` random
+    vectors; use it for large convolutions. `chunk` products run in one batch, on `batch_size` examples.
 
     >>> from multitudes.methods.variance import variance
     >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
@@ -100,7 +100,7 @@ class _Curvature:
     chunk: int
 
     def exact(self, name: str) -> Tensor:
-        """The diagonal of the Hessian for a layer's weight `[O, ...]`."""
+        """Return the diagonal of the Hessian for a layer's weight `[O, ...]`."""
         by_unit = self._by_unit(name)
         if by_unit is not None:
             return by_unit
@@ -114,7 +114,7 @@ class _Curvature:
         return self._in_chunks(entries, weight.numel()).view_as(weight)
 
     def probed(self, name: str, probes: int) -> Tensor:
-        """The same by Hutchinson's estimate: the mean of z * Hz over vectors z of random signs."""
+        """Estimate the same by Hutchinson's method: the mean of z * Hz over vectors z of random signs."""
         weight = self._weight(name)
         product = _hessian(self._of_weight(name), weight)
 
@@ -125,10 +125,10 @@ class _Curvature:
         return self._in_chunks(estimates, probes).mean(0)
 
     def _by_unit(self, name: str) -> Tensor | None:
-        """For a linear layer b = W a with one vector a for each example n, the sum of a_ni^2 d^2/db_nj^2 over n.
+        """Sum a_ni^2 d^2/db_nj^2 over n, for a linear layer b = W a with one vector a for each example n.
 
-        That is one product for each unit instead of each weight, as long as no example's loss depends on another
-        example's b, which is tried. Where any of this does not hold, None.
+        This takes one product per unit instead of per weight. It requires that no example's loss depends on another
+        example's b, which is tested. Return None if it does not apply.
         """
         layer = self.network.get_submodule(name)
         if not isinstance(layer, nn.Linear):
@@ -154,14 +154,14 @@ class _Curvature:
         return self._in_chunks(entries, layer.out_features)
 
     def _of_weight(self, name: str) -> Callable[[Tensor], Tensor]:
-        """log p as a function of a layer's weight."""
+        """Return log p as a function of a layer's weight."""
         args, kwargs = split_call(self.network, self.x)
         key = f"{name}.weight" if name else "weight"
         network = self.network
         return lambda w: self._log_p(prediction_in(functional_call(network, {key: w}, args, kwargs), network))
 
     def _of_shift(self, name: str) -> Callable[[Tensor], Tensor]:
-        """log p as a function of what is added to a layer's output."""
+        """Return log p as a function of a shift added to a layer's output."""
 
         def log_p(shift: Tensor) -> Tensor:
             with hooked(self.network, [name], lambda _, layer, args, b: b + shift):
@@ -186,23 +186,23 @@ class _Curvature:
 
 
 def _hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor], Tensor]:
-    """A vector to the Hessian of `function` times it; reverse over reverse, as forward mode fails for mse_loss."""
+    """Return the function vector -> Hessian times vector; reverse over reverse, as forward mode fails for mse_loss."""
     pull = vjp(grad(function), at)[1]
     return lambda vector: pull(vector)[0]
 
 
-# -- what it says ------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------
 
 
 class Phase(NamedTuple):
-    """A layer's mean log alpha, and the share of its weights with |kappa| above a threshold."""
+    """Mean log alpha of a layer, and the share of its weights with |kappa| above a threshold."""
 
     log_alpha: float
     share: float
 
 
 def phase(net: nn.Module, threshold: float = THRESHOLD) -> dict[str, Phase]:
-    """Where each variance layer stands, by the `kappa` found last. A zero-centred layer's log alpha is infinite."""
+    """Return the phase of each variance layer by its latest `kappa`. A zero-centred layer's log alpha is infinite."""
     check_number("threshold", threshold, 0)
     return {
         name: Phase(layer.log_alphas().mean().item(), (found.abs() > threshold).float().mean().item())
@@ -211,22 +211,22 @@ def phase(net: nn.Module, threshold: float = THRESHOLD) -> dict[str, Phase]:
 
 
 class Sparse(NamedTuple):
-    """A network of which some weights are fixed, and how many times fewer weights are random than there were."""
+    """A network with some fixed weights, and the ratio of all weights to random ones."""
 
     net: Multitude
     compression: float
 
     @property
     def fixed(self) -> float:
-        """The share of the variance layers' weights that are fixed."""
+        """Share of the variance layers' weights that are fixed."""
         return 1 - 1 / self.compression
 
 
 def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
-    """A copy of `net` in which weights with |kappa| below `threshold` are not random any more, but fixed.
+    """Return a copy of `net` in which weights with |kappa| below `threshold` are fixed instead of random.
 
-    They are fixed to `"zero"` or to their `"mean"`, whatever training does to the others. The compression rate
-    counts the weights of all variance layers.
+    They stay at `"zero"` or at their `"mean"`, also in further training. The compression rate counts the weights of
+    all variance layers.
 
     >>> from multitudes.methods.variance import variance
     >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
