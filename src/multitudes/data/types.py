@@ -25,8 +25,7 @@ NETWORK_TASKS = {"classification": "classification", "regression": "gaussian"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Part:
-    """One part of a data set, N inputs and what is right for them, on the CPU.
-    One part of a data set, N inputs and their targets, on the CPU.
+    """One part of a data set, N inputs and their targets, on the CPU.
 
     `x` are images, uint8 `[N, C, H, W]`; features of a table, float32 `[N, F]`, not standardised; or tokens of texts,
     int32 `[N, T]`, padded with -1. `y` are classes, int64 `[N]`, or numbers of a regression, float32 `[N]`, in their

@@ -35,7 +35,7 @@ class Head:
 
     title: str
     order: str = "ascending"
-    """"ascending", "descending", or "zero" if zero is best."""
+    """Sort order: "ascending", "descending", or "zero" if zero is best."""
     sorted: bool = False
     """True if the table is initially sorted by this column."""
 
