@@ -73,8 +73,7 @@ def explain(
 
 
 def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
-    """Return the largest group of networks with one architecture, by name. Networks that draw count only for a
-    single job."""
+    """Return the largest group of networks with one architecture, by name; stochastic ones only for a single job."""
     from multitudes.core.draws.stochastic import stochastic_layers
     from multitudes.core.multitude import Multitude, plain
 

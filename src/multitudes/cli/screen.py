@@ -48,8 +48,7 @@ def say_dropped(dropped: Mapping[str, int], say: Callable[[str], None] = say) ->
 
 
 def say_columns(readings: Sequence[ColumnReading]) -> None:
-    """Print how the columns of a table were read, to stderr; of many columns, those without a remark are only
-    counted."""
+    """Print to stderr how columns were read; of many columns, only count those without a remark."""
     if not readings:
         return
     plain = [each for each in readings if not (each.dropped or each.note or each.missing)]

@@ -76,8 +76,7 @@ class Column:
         return _read(self.texts(), lambda text: read_number(text, mark))
 
     def days(self, order: str) -> Tensor:
-        """Return the values as days since 1970, reading dates in this order of day, month and year; NaN for other
-        texts."""
+        """Return the values as days since 1970, using this order of day, month and year; NaN for other texts."""
         if self.kind == "date":
             return self.values
         return _read(self.texts(), lambda text: read_date(text, order))

@@ -61,11 +61,9 @@ class Kind:
     encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
     """Rebuild the fitted encoder from the input shape, feature names and fitted features."""
     preprocessing: Callable[[Tensor, Sequence[Feature], str], nn.Module]
-    """Fit the preprocessing of scaled inputs to those of the training part, as stored; the last argument is
-    `numbers`."""
+    """Fit the preprocessing of scaled inputs to the training part, as stored; the last argument is `numbers`."""
     defaults: Callable[[Shape, int], dict[str, Any]]
-    """Default `{"model": ..., "training": ...}` of a study, as plain values, for an input shape and number of
-    training rows."""
+    """Default `{"model": ..., "training": ...}` of a study, for an input shape and a number of training rows."""
     arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
     """Arguments of the named network that the data determine; the last argument lists the parameters it accepts."""
     open: Callable[[Path], Source] = open_table
@@ -134,8 +132,7 @@ def _fitted_images(columns: Mapping[str, Column], rows: Tensor, choice: Choice) 
 
 
 def _image_defaults(shape: Shape, rows: int) -> dict[str, Any]:
-    """Return defaults by size. The small networks need square images; other small images use a ResNet with global
-    pooling."""
+    """Return defaults by size. The small networks need square images; other small images use a ResNet."""
     side = min(shape[1:])
     if side >= 32:
         return _defaults(
@@ -198,8 +195,7 @@ PRETRAINED_EPOCHS, MOST_TEXT_EPOCHS, TEXTS_IN_ALL = 4, 30, 100_000
 
 
 def transformer_training(rows: int, pretrained: bool) -> dict[str, Any]:
-    """Return the training settings of a Hugging Face model: a small learning rate for fine-tuning, else a larger
-    one."""
+    """Return the training settings of a Hugging Face model: fine-tuning uses a smaller learning rate."""
     epochs = PRETRAINED_EPOCHS if pretrained else min(MOST_TEXT_EPOCHS, max(PRETRAINED_EPOCHS, TEXTS_IN_ALL // rows))
     return {
         "epochs": epochs, "batch_size": 32, "optimizer": "adamw", "lr": 5e-5 if pretrained else 5e-4,

@@ -35,8 +35,7 @@ class Inputs:
 
 
 def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts: Sequence[str] = ()) -> Inputs:
-    """Read image files and folders, or tables, depending on `data`; unreadable inputs raise, or are left out with
-    `skip_bad`.
+    """Read image files and folders, or tables, depending on `data`; unreadable inputs raise or are skipped.
 
     `texts` are given directly as inputs, if `data` are texts.
     """

@@ -70,8 +70,7 @@ class Source:
     def one_of_kind(
         self, kind: str, given: str | None, names: Sequence[str], without: Collection[str] = ()
     ) -> list[str]:
-        """Return the column of images or texts: the given one, the only one, or the first of these names; empty if
-        none.
+        """Return the column of images or texts: the given one, the only one, or the first of these names, if any.
 
         The kind is also the name of the argument that selects it. Columns in `without` are ignored.
         """
@@ -221,8 +220,7 @@ def _images(folder: Path, files: Sequence[Path]) -> Source:
 
 
 def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
-    """Read CSV files with equal headers; the separator is the most frequent of comma, semicolon and tab in the
-    header."""
+    """Read CSV files with equal headers; the separator is the header's most frequent of comma, semicolon and tab."""
     if len(files) == 1 and (quick := quick_columns(files[0])):
         count = len(next(iter(quick.values())))
         origins = [(_relative(files[0], folder), count)]

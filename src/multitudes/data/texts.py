@@ -145,8 +145,7 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
 
 
 def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] | None:
-    """Return the text column: the given one, the only one, or one with a typical name; None if texts are not
-    requested."""
+    """Return the text column: the given, only or typically named one; None if texts are not requested."""
     if choice.text is None and choice.tokenizer is None:
         return None
     if choice.text is not None and choice.text == target:

@@ -167,8 +167,7 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
 def capture(
     plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None, draws: int = 0
 ) -> Captured:
-    """Return the fastest graph of a network for inputs like `x` and this many draws; raise `CannotTrace` if there is
-    none.
+    """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
     With the recipe of a graph for another size, the slow timing and compiling is skipped.
     """
@@ -272,8 +271,7 @@ convolutions absorb everything else, only pooling and the last layer are left.""
 
 
 def _left_over(graph: fx.GraphModule) -> float:
-    """Return the share of a graph's output written by functions that a compiler would fuse, relative to
-    convolutions."""
+    """Return the size of outputs that a compiler would fuse, relative to those of convolutions."""
     written, by_convolutions = 0, 0
     for node in graph.graph.nodes:
         value = node.meta.get("tensor_meta")

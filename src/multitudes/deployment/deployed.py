@@ -19,8 +19,7 @@ OPTIONS = ("draws", "seed", "memory")
 
 
 class Deployed:
-    """A deployed network: `predict` works as for the network, and calling it returns only the predictions `[S, B,
-    ...]`.
+    """A deployed network: it has the network's `predict`; calling it returns the predictions `[S, B, ...]`.
 
     It accepts batches of any size from any device and is thread-safe. It has no gradients and cannot be trained; its
     weights are copies.
@@ -46,8 +45,7 @@ class Deployed:
         return self._net.task if self._calibration is None else self._calibration.task
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        """Map `[B, ...] -> [S, B, ...]`, uncalibrated; stochastic networks take the options `draws`, `seed` and
-        `memory`."""
+        """Map `[B, ...] -> [S, B, ...]`, uncalibrated; stochastic networks take `draws`, `seed` and `memory`."""
         if more := [name for name in options if name not in OPTIONS]:
             raise ValueError(f"a deployed network takes {', '.join(OPTIONS)} beside x, got {more[0]!r}")
         with input_errors(x):

@@ -72,8 +72,7 @@ def _by_input(layer: Any, values: Tensor) -> Tensor:
 
 
 def _by_output(layer: Any, values: Tensor) -> Tensor:
-    """Reshape a value per output channel to the weight, `[O, 1, ...]`, or for transposed ones `[I, O / groups,
-    ...]`."""
+    """Reshape a value per output channel to the weight: `[O, 1, ...]`, or transposed `[I, O / groups, ...]`."""
     ones = [1] * (layer.weight.dim() - 2)
     if not isinstance(layer, _TRANSPOSED):
         return values.view(-1, 1, *ones)

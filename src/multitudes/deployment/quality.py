@@ -15,8 +15,7 @@ NLL = 0.02
 """Maximum increase of the negative log-likelihood, in nats."""
 
 VALUES = 0.05
-"""Maximum increase of the root mean squared error, as a share of the standard deviation of the network's
-predictions."""
+"""Maximum increase of the RMSE, as a share of the standard deviation of the network's predictions."""
 
 
 def check_quality(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, str]]:

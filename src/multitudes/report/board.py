@@ -50,8 +50,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table, its text, the text of its standard deviation over seeds, and whether it is the column's
-    best."""
+    """A number of a table, its text, its standard deviation over seeds, and whether it is the column's best."""
 
     value: float
     text: str

@@ -31,8 +31,7 @@ NORMAL_REACH = torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in 
 
 
 def calibration(results: Results) -> dict[str, Any]:
-    """Return reliability diagrams: index, accuracy, confidence and size of each bin, over the test rows of all
-    seeds."""
+    """Return reliability diagrams: index, accuracy, confidence and size of each bin, over all seeds."""
     panels = []
     for at, method in enumerate(results.methods):
         if bins := _bins(results, method, "probs"):
@@ -91,8 +90,7 @@ def intervals(results: Results) -> dict[str, Any]:
 
 
 def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
-    """Return coverage and width of intervals by level, and shares of values below quantiles; the diagonal comes
-    first."""
+    """Return coverage and width of intervals by level, and shares of values below quantiles, with a diagonal."""
     found: dict[str, list[Series]] = {"coverage": [], "width": [], "quantiles": []}
     for at, method in enumerate(results.methods):
         if arrays := results.tensors(method, f"{prefix}mean", f"{prefix}std", "target"):

@@ -32,8 +32,7 @@ def _members(results: Results, method: str) -> list[Seed]:
 
 
 def diversity(results: Results) -> dict[str, Any]:
-    """Plot the normalised diversity of members relative to the first one of their run against accuracy, with the
-    limits of Fort et al."""
+    """Plot members' normalised diversity to their run's first one against accuracy, with Fort et al.'s limits."""
     series: list[Series] = []
     references: list[float] = []
     faultless = 0

@@ -43,8 +43,7 @@ class Outcome:
         return math.nan if value is None else float(value)
 
     def tensors(self, *names: str) -> tuple[Tensor, ...] | None:
-        """Return arrays of the predictions, such as `probs [N, C]`, half precision as float32; None if one is
-        missing."""
+        """Return prediction arrays such as `probs [N, C]`, half precision as float32; None if one is missing."""
         if not set(names) <= set(self.array_names()):
             return None
         with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):

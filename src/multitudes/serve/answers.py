@@ -26,8 +26,7 @@ def rounded(values: Tensor) -> list[Any]:
 
 
 def answer_columns(answer: Predictive, data: Data, level: float) -> dict[str, list[Any]]:
-    """Return one answer per input as columns: classes with uncertainty, or numbers with intervals, in their own
-    units."""
+    """Return an answer per input, as columns: classes with uncertainty, or intervals in the target's units."""
     if data.classes:
         return {
             "label": [data.classes[label] for label in answer.label.tolist()],

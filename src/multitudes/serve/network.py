@@ -87,8 +87,7 @@ class ServedNetwork:
             return not rows_interact(net.network, net._predictions, self._seen(example))
 
     def _deploy(self, example: Tensor) -> str:
-        """Deploy the network, and describe how it runs. One that draws is left alone, so that its draws do not
-        change."""
+        """Deploy the network, and describe how it runs. Stochastic ones stay as they are, to keep their draws."""
         if self.draws:
             return "by torch, each request by itself, since the network draws"
         try:

@@ -1,4 +1,16 @@
-"""Estimators for tables with scikit-learn's API: `MultitudeClassifier` and `MultitudeRegressor`."""
+"""Estimators for tables with scikit-learn's API: `MultitudeClassifier` and `MultitudeRegressor`.
+
+    from multitudes.sklearn import MultitudeRegressor
+
+    model = MultitudeRegressor(random_state=0).fit(X, y)      # arrays, pandas, polars or Arrow
+    low, high = model.predict_interval(X_new, 0.9)
+
+`inputs` reads tables into columns, `training` trains a network on rows, `learned` is the fitted part and predicts,
+`base` is shared by both estimators, `files` saves and loads them.
+
+Imports every package but `study`, `report` and `cli`, and scikit-learn. Add a new argument to both estimators and, if
+training needs it, to `training.Recipe`; a new kind of table is a case of `inputs.columns_of`.
+"""
 
 from __future__ import annotations
 

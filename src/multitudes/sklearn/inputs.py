@@ -115,8 +115,7 @@ def fitted_encoder(
 
 
 def encoded(encoder: TableEncoder, columns: Mapping[str, Column]) -> torch.Tensor:
-    """Return the features of all rows, float32 `[N, F]`; raise if a column holds other kinds of values than in
-    training."""
+    """Return the features of all rows, float32 `[N, F]`; raise if a column does not match training."""
     for name, column in columns.items():
         if column.numeric and bool(column.values.isinf().any()):
             row = int(column.values.isinf().nonzero()[0])

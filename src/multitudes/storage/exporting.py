@@ -34,8 +34,7 @@ from multitudes.storage.rewriting import REWRITTEN
 
 
 def members_apart(net: Any) -> Any:
-    """Convert members with shared weights to plain networks, so that the file stores their weights instead of
-    computing them."""
+    """Convert members with shared weights to plain networks, so that the file stores their own weights."""
     if isinstance(net, Calibrated):
         return Calibrated(members_apart(net.net), net.calibration)
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):

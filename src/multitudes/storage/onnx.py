@@ -102,8 +102,7 @@ def write_onnx(
     tolerance: float = 1e-4,
     raw: Raw | None = None,
 ) -> Path:
-    """Export like `to_onnx`; `raw` (whose example gives `example`) makes the file take raw inputs and output their
-    units."""
+    """Run `to_onnx`; with `raw`, the file takes raw inputs, which give `example`, and outputs their units."""
     if not isinstance(net, (Multitude, Calibrated)):
         if not isinstance(net, nn.Module) or isinstance(getattr(net, "net", None), Multitude):
             raise ValueError(

@@ -36,8 +36,7 @@ _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 
 
 def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
-    """Return the nodes of a network, its own first, and its tensors by name, including those left out of state
-    dicts."""
+    """Return a network's nodes, its own first, and its tensors by name, including non-persistent ones."""
     places = _places(net)
     numbers = {id(place[0]): number for number, place in enumerate(places)}
     tensors: dict[str, Tensor] = {}
@@ -273,8 +272,7 @@ def _of_library_named(node: Node) -> bool:
 
 
 def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
-    """Check that a layer exists, has its class or was converted, and has the same settings unless a method changed
-    it."""
+    """Check that a layer exists, has its class or was converted, and has its settings unless `noted` as changed."""
     kind = type(module).__name__
     same = [node for node in nodes if node["class"] == _name_of(type(module))]
     if not same and not any(map(_of_library_named, nodes)):

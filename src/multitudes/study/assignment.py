@@ -161,8 +161,7 @@ class Assignment:
         }
 
     def whole_training(self, recorded: Sequence[int]) -> dict[str, Any]:
-        """Return further arguments of `fit` that concern the whole training: early stopping, averaging and class
-        weights.
+        """Return further arguments of `fit` for the whole training: early stopping, averaging and class weights.
 
         With a patience, training stops early and keeps the best weights on the validation part. Regression monitors the
         error of the mean: it keeps falling after the density of an uncalibrated network has started to get worse. A

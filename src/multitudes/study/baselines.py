@@ -1,5 +1,4 @@
-"""Baselines without a network: chance, a constant, and scikit-learn models of tables and texts with default
-settings."""
+"""Baselines without a network: chance, a constant, and scikit-learn models with default settings."""
 
 from __future__ import annotations
 

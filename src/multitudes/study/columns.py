@@ -169,8 +169,7 @@ def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False, unbalan
 
 
 def more_columns(rows: Sequence[Row], by: str = "", unbalanced: bool = False) -> list[Column]:
-    """Return the columns of all other scores on clean test data and other costs; `UNBALANCED` ones only if
-    unbalanced."""
+    """Return the columns of other scores on clean test data and other costs; balanced classes omit `UNBALANCED`."""
     names = {name: None for row in rows for name in row.values}
     shown = [*first_columns(rows, by, unbalanced=unbalanced), *(() if unbalanced else UNBALANCED)]
     left_out = {column.name for column in shown}

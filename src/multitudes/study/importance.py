@@ -38,8 +38,7 @@ LIMIT = 15.0
 
 
 def measure_importance(run: Run) -> dict[str, Any]:
-    """Measure importance for the first job of the best method and of the single network; empty if the data are no
-    table."""
+    """Measure importance for the first job of the best method and of the single network; empty without a table."""
     rows = [row for row in leaderboard(run, run.spec.get("by")) if not row.baseline]
     chosen = {row.name: row for row in (*rows[:1], *(row for row in rows if row.method == "single"))}
     methods = {}
