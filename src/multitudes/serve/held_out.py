@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
     """Class probabilities, `[n, C]`."""
 
     def conformal(self, y: Tensor) -> Conformal | None:
-        """Fit conformal scores for sets of classes to these rows, given all test targets."""
+        """Fit conformal scores for sets of classes to these otherwise unused rows; `y` holds all test targets."""
         if self.probs is None:
             return None
         return Conformal.fit(Predictive(self.probs.clamp(min=torch.finfo().tiny).log()[None]), y[self.rows])
