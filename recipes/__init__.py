@@ -1,1 +1,1 @@
-"""The papers' experiments, as anyone can rerun them."""
+"""The papers' experiments, as recipes that anyone can rerun."""

@@ -31,22 +31,22 @@ from recipes.recipe import Recipe, rounded
 SEED = 0
 DROPOUT = 0.5
 REMEMBERED = 6
-"""The frame itself, and the 5 before it."""
+"""The frame itself and the 5 before it."""
 DECAYS = (0.8, 1.6)
-"""The paper's for each step from frame to frame; and twice that, which is the paper's for a fifteenth of a second."""
+"""The paper's decay per frame, and twice that, which is the paper's for a fifteenth of a second."""
 VIDEOS = ("test", "val")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of it."""
+    """Amount of work."""
 
     shrink: int
-    """Frames are smaller by this factor."""
+    """Factor by which frames are shrunk."""
     every: int
-    """One in so many training frames."""
+    """Use one in this many training frames."""
     first: int | None
-    """So many frames at the beginning of each video."""
+    """Number of frames from the start of each video."""
     width: int
     crop: tuple[int, int]
     batch_size: int
@@ -96,7 +96,7 @@ def work(recipe: Recipe, piece: str) -> dict[str, Any]:
 
 
 def frames_of(recipe: Recipe, part: str, **options: Any) -> Frames:
-    """The frames of a part, on the device; what was read is kept with the piece."""
+    """Read the frames of a part onto the device; record their fingerprint with the piece."""
     frames = read(recipe.data_root / "camvid" / f"{part}.parquet", **options)
     recipe.saw(f"camvid/{part}", frames.fingerprint)
     return frames.to(recipe.device)
@@ -106,7 +106,7 @@ def frames_of(recipe: Recipe, part: str, **options: Any) -> Frames:
 
 
 def network(piece: str, width: int) -> mt.Multitude:
-    """The network of a piece. All begin with the same weights."""
+    """Build the network of a piece. All start with the same weights."""
     draws = piece.startswith("mc_dropout")
     torch.manual_seed(SEED)
     model: nn.Module = mt.models.unet(CLASSES, width=width, dropout=DROPOUT if draws else 0.0)
@@ -120,7 +120,7 @@ def network(piece: str, width: int) -> mt.Multitude:
 def trained(
     net: mt.Multitude, train: Frames, mean: Tensor, std: Tensor, scale: Scale, recipe: Recipe, piece: str
 ) -> list[Any]:
-    """The paper's recipe: Adam, its rate cut to a fifth after 100 of 130 epochs, and classes that weigh alike."""
+    """Train with the paper's recipe: Adam, learning rate cut to a fifth after 100 of 130 epochs, balanced classes."""
     return mt.fit(
         net,
         Crops(train, mean, std, scale.crop, scale.batch_size),
@@ -136,7 +136,7 @@ def trained(
 
 
 def convolve_in_bfloat16(net: nn.Module) -> None:
-    """Convolutions compute in bfloat16; the statistics of norms stay as they are."""
+    """Run convolutions in bfloat16; norm statistics keep their precision."""
     for layer in net.modules():
         if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
             layer.bfloat16()
@@ -146,7 +146,7 @@ def convolve_in_bfloat16(net: nn.Module) -> None:
 
 
 def passes(piece: str, draws: int) -> list[tuple[int, float | None]]:
-    """The passes over each video: how many draws of each frame, and the decay of the frames before."""
+    """Return the passes over each video: draws per frame, and decay of previous frames."""
     several = [(draws, None)] if piece.startswith("mc_dropout") else []
     return [(1, None), *several, *[(1, decay) for decay in DECAYS]]
 
@@ -154,7 +154,7 @@ def passes(piece: str, draws: int) -> list[tuple[int, float | None]]:
 def measured(
     net: mt.Multitude, video: Frames, mean: Tensor, std: Tensor, draws: int, decay: float | None
 ) -> dict[str, float]:
-    """Scores of the predictions for a video; with a `decay`, each is averaged with those for the frames before."""
+    """Score the predictions for a video; with a `decay`, each is averaged with those of previous frames."""
     scores: dict[str, Any] = {
         "nll": metrics.NLL(),
         "accuracy": metrics.Accuracy(),
@@ -169,7 +169,7 @@ def measured(
         for index in sequence:
             x, y = (video.images[index, None] - mean) / std, video.labels[index, None].long()
             x = x.to(dtype, memory_format=torch.channels_last)
-            p = predictor.predict(x, draws=draws, seed=SEED + index)  # each frame has draws of its own
+            p = predictor.predict(x, draws=draws, seed=SEED + index)  # separate draws per frame
             rows = metrics.read_rows(p, y, ignore=UNLABELLED)
             for metric in scores.values():
                 metric.update(rows)
@@ -181,7 +181,7 @@ def measured(
 
 
 def described(video: Frames) -> dict[str, Any]:
-    """How long a video is, how many of the camera's frames are between two of its own, and how much it moves."""
+    """Describe a video: sequence lengths, camera frames between its frames, and consistency of its labels."""
     found = sequences(video.names)
     truth = metrics.Consistency()
     for sequence in found:

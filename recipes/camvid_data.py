@@ -1,7 +1,7 @@
-"""CamVid: frames of videos from a driving car, each pixel labelled (Brostow et al., 2008), from Parquet files.
+"""CamVid: video frames from a driving car, labelled per pixel (Brostow et al., 2008), from Parquet files.
 
-A row holds an `image` and a `label` map, 480 x 360, whose `path` is the frame's name, such as `0001TP_008550.png`: the
-video and the number of the frame in it, 30 of which are a second. Classes are 0 to 10; 11 is what nobody labelled.
+A row holds an `image` and a `label` map, 480 x 360. Its `path` is the frame's name, such as `0001TP_008550.png`: the
+video and the frame number, at 30 frames per second. Classes are 0 to 10; 11 is unlabelled.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Frames:
         return len(self.names)
 
     def to(self, device: torch.device) -> Frames:
-        """The same frames on a device."""
+        """Copy the frames to a device."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
     @property
     def fingerprint(self) -> str:
-        """A SHA-256 of names, pixels and labels."""
+        """SHA-256 of names, pixels and labels."""
         digest = hashlib.sha256(repr((self.names, list(self.images.shape))).encode())
         for tensor in (self.images, self.labels):
             digest.update(tensor.cpu().contiguous().numpy().data)
@@ -57,7 +57,7 @@ class Frames:
 
 
 def place(name: str) -> tuple[str, int]:
-    """The video of a frame, and its number there.
+    """Return the video of a frame, and its number there.
 
     >>> place("0006R0_f00930.png"), place("0001TP_008550.png")
     (('0006R0', 930), ('0001TP', 8550))
@@ -69,7 +69,7 @@ def place(name: str) -> tuple[str, int]:
 
 
 def sequences(names: Sequence[str]) -> list[range]:
-    """Where frames follow each other: cut where the video changes, and where more than its usual step is missing.
+    """Return ranges of consecutive frames, split where the video changes or a gap exceeds its usual step.
 
     >>> sequences(["a_0.png", "a_30.png", "a_60.png", "a_330.png", "a_360.png", "b_0.png"])
     [range(0, 3), range(3, 5), range(5, 6)]
@@ -93,7 +93,7 @@ def sequences(names: Sequence[str]) -> list[range]:
 
 
 def read(path: Path, *, every: int = 1, first: int | None = None, shrink: int = 1) -> Frames:
-    """The frames of a Parquet file: `every` so many of them, the `first` of each sequence, `shrink` times smaller."""
+    """Read the frames of a Parquet file: one in `every`, the `first` of each sequence, shrunk by `shrink`."""
     import pyarrow.parquet as pq
 
     rows = sorted(pq.read_table(path).to_pylist(), key=lambda row: place(row["image"]["path"]))
@@ -110,7 +110,7 @@ def read(path: Path, *, every: int = 1, first: int | None = None, shrink: int = 
 
 
 def _decoded(row: dict[str, Any], shrink: int) -> tuple[Tensor, Tensor]:
-    """Image `[3, H, W]` and labels `[H, W]`. A smaller image has the means of its pixels, and some of the labels."""
+    """Decode image `[3, H, W]` and labels `[H, W]`; shrinking averages pixels and subsamples labels."""
     import numpy as np
     from PIL import Image
 
@@ -123,24 +123,24 @@ def _decoded(row: dict[str, Any], shrink: int) -> tuple[Tensor, Tensor]:
 
 
 def balanced(labels: Tensor) -> Tensor:
-    """Median frequency balancing: the weight of each class in the loss, `[CLASSES]`, from label maps `[N, H, W]`.
+    """Return class weights `[CLASSES]` by median frequency balancing, from label maps `[N, H, W]`.
 
-    A class's frequency is its share of the labelled pixels of the frames that show it (Eigen & Fergus, 2015), its
-    weight the median frequency over its own. A class that no frame shows weighs nothing.
+    A class's frequency is its share of the labelled pixels in frames that contain it (Eigen & Fergus, 2015); its weight
+    is the median frequency divided by its own. Classes in no frame get weight 0.
     """
     flat = labels.flatten(1).long()
     offset = torch.arange(len(flat), device=flat.device)[:, None] * (CLASSES + 1)
     counts = torch.bincount((flat + offset).flatten(), minlength=len(flat) * (CLASSES + 1))
-    counts = counts.view(-1, CLASSES + 1)[:, :CLASSES].double()  # pixels of each frame and class
+    counts = counts.view(-1, CLASSES + 1)[:, :CLASSES].double()  # pixels per frame and class
     labelled = ((counts > 0) * counts.sum(1, keepdim=True)).sum(0)
-    frequency = counts.sum(0) / labelled  # NaN where there is none
+    frequency = counts.sum(0) / labelled  # NaN for absent classes
     return (frequency.nanmedian() / frequency).nan_to_num(0).float()
 
 
 def cut(frames: Frames, windows: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Windows of frames: images `[B, 3, *size]`, channels last in memory, and labels `[B, *size]`.
+    """Cut windows from frames: images `[B, 3, *size]`, channels-last in memory, and labels `[B, *size]`.
 
-    `windows [4, B]` holds the frame of each, its first row, its first column, and whether it is mirrored.
+    `windows [4, B]` holds each window's frame, first row, first column, and whether it is flipped.
     """
     which, down, right, mirrored = windows
     columns = torch.arange(size[1], device=which.device).expand(len(which), -1)
@@ -152,10 +152,10 @@ def cut(frames: Frames, windows: Tensor, size: tuple[int, int]) -> tuple[Tensor,
 
 
 class Crops:
-    """Batches `(x, y)` for training: every frame once an epoch, each a random window, half of them mirrored.
+    """Training batches `(x, y)`: each frame once per epoch, as a random window, half of them flipped.
 
-    `x [B, 3, *size]` is standardised, `y [B, *size]`. All random numbers of an epoch are drawn at its beginning, from
-    torch's random state on the CPU, so that every device has the same.
+    `x [B, 3, *size]` is standardised, `y` is `[B, *size]`. An epoch's random numbers are drawn at its start from
+    torch's CPU random state, so that they are the same on every device.
     """
 
     def __init__(self, frames: Frames, mean: Tensor, std: Tensor, size: tuple[int, int], batch_size: int) -> None:

@@ -1,11 +1,4 @@
-"""Takes what a recipe has measured into `results/`, without weights and predictions.
-
-    python -m recipes.collect runs/packed_cifar10 runs/variance_mnist
-    python -m recipes.collect --again elsewhere/packed_cifar10            # the same once more
-
-A run of a study file gives one file for each of its jobs, a run of a script one for each of its pieces; those that are
-there already are replaced. Only what was done at full scale is evidence.
-"""
+"""Copy the measurements of recipes to `results/`, without weights and predictions."""
 
 from __future__ import annotations
 
@@ -26,7 +19,7 @@ RESULTS = ROOT / "results"
 
 
 def collect(run: Path, results: Path = RESULTS) -> list[Path]:
-    """Write the pieces of a run to `results/RECIPE/`; gives the files."""
+    """Write the pieces of a run to `results/RECIPE/`; return the files."""
     if not run.is_dir():
         raise ValueError(f"run must be the directory of a run, got {str(run)!r}, which does not exist")
     pieces = list(_jobs(run) if (run / "study.toml").is_file() else _pieces(run))
@@ -42,13 +35,13 @@ def collect(run: Path, results: Path = RESULTS) -> list[Path]:
 
 
 def _pieces(run: Path) -> Iterator[dict[str, Any]]:
-    """Those of a script."""
+    """Yield the pieces of a script."""
     for file in sorted(run.glob("*.json")):
         yield json.loads(file.read_text("utf-8"))
 
 
 def _jobs(run: Path) -> Iterator[dict[str, Any]]:
-    """Those of a study file, in the form of a script's."""
+    """Yield the jobs of a study file in a script's format."""
     recipe, _, scale = run.name.partition("-")
     file = ROOT / "recipes" / f"{recipe}.toml"
     if not file.is_file():
@@ -70,7 +63,7 @@ def _source(file: Path) -> str:
 
 
 def _times(run: Run) -> dict[str, dict[str, float]]:
-    """By method, what was timed when all jobs were done."""
+    """Return the times of each method, measured after all jobs were done."""
     found = run.times or {"batch": 0, "methods": {}}
     return {
         label: {
@@ -85,7 +78,7 @@ def _times(run: Run) -> dict[str, dict[str, float]]:
 def _measured(job: Job, times: dict[str, float]) -> dict[str, Any]:
     metrics = dict(job.metrics)
     metrics["costs"] = {**metrics["costs"], **times}
-    about = {"commit": metrics.pop("commit", None)}  # which runs of earlier versions did not record
+    about = {"commit": metrics.pop("commit", None)}  # not recorded by earlier versions
     about |= {name: metrics.pop(name) for name in ("machine", "versions", "seconds")}
     history = metrics.pop("history")
     metrics["losses"] = [epoch["loss"] for epoch in history]
@@ -95,7 +88,7 @@ def _measured(job: Job, times: dict[str, float]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.collect", description="Take runs into results/.")
     parser.add_argument("runs", type=Path, nargs="+", help="directories of runs, named after their recipes")
     parser.add_argument("--again", action="store_true", help="second runs, to be compared with the first")

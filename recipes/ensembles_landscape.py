@@ -50,7 +50,7 @@ from recipes.tunnel_to_origin import stitched
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
-    """Train all runs, and keep their checkpoints."""
+    """Train all runs, and save their checkpoints."""
     want, data, folder = settings(recipe), images(recipe), recipe.networks / "trajectory"
     net = mt.deep_ensemble(network(recipe), want.members, seed=SEED).to(recipe.device)
     loader = Loader(data.train, data, want.batch_size, recipe.device, seed=SEED)
@@ -59,7 +59,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     recorder.record()
 
     def after_step(progress: Progress) -> None:
-        if not progress.epoch_ended:  # the end of an epoch is reported after its last step, and is no step
+        if not progress.epoch_ended:  # the end of an epoch is reported in addition to its last step
             recorder.step()
 
     history = mt.fit(
@@ -85,7 +85,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
 
 def similarity(recipe: Recipe) -> dict[str, Any]:
-    """Fig. 2 (a, b) and 3: along one trajectory, and between runs."""
+    """Fig. 2 (a, b) and 3: similarity along one trajectory, and between runs."""
     want, model, runs = settings(recipe), network(recipe), trajectories(recipe)
     test, matrices = batches(recipe, images(recipe).test, want.test), ("cosine", "disagreement", "divergence")
     along = landscape.similarity({"run 0": runs[0]}, test, model=model)
@@ -113,7 +113,7 @@ def tsne(recipe: Recipe) -> dict[str, Any]:
 
 
 def planes(recipe: Recipe) -> dict[str, Any]:
-    """Fig. 5 and S1: the plane through the origin and two optima, with the ways to them."""
+    """Fig. 5 and S1: the plane through the origin and two optima, with their trajectories."""
     want, model = settings(recipe), network(recipe)
     first, second = trajectories(recipe)[:2]
     test = batches(recipe, images(recipe).test, want.few)
@@ -131,9 +131,9 @@ def planes(recipe: Recipe) -> dict[str, Any]:
 
 
 def tunnel(recipe: Recipe) -> dict[str, Any]:
-    """Fig. S2 and S3: a path of low loss between two optima, and what lies between it and the origin.
+    """Fig. S2 and S3: a path of low loss between two optima, and the landscape from it to the origin.
 
-    Also how high the ridges are between points that have walked down one by one, as in the paper.
+    Also measures the ridges between points that are optimised one by one, as in the paper.
     """
     want, model, data = settings(recipe), network(recipe), images(recipe)
     first, second = (states[-1] for states in trajectories(recipe)[:2])
@@ -160,7 +160,7 @@ def tunnel(recipe: Recipe) -> dict[str, Any]:
 
 
 def diversity(recipe: Recipe) -> dict[str, Any]:
-    """Fig. 6: the diversity-accuracy plane around the first run, nothing rejected."""
+    """Fig. 6: the diversity-accuracy plane around the first run, without rejections."""
     want, model = settings(recipe), network(recipe)
     first = trajectories(recipe)[0][-want.last :]
     runs: dict[str, Any] = {run: {"optimum": state} for run, state in solutions(recipe).items()}
@@ -177,7 +177,7 @@ def diversity(recipe: Recipe) -> dict[str, Any]:
 
 
 def around(recipe: Recipe, run: int, kinds: Iterable[str] = SUBSPACES) -> dict[str, Any]:
-    """What section 5 makes of a run, with MC dropout and some of its own checkpoints beside."""
+    """Return the solutions of section 5 for a run, with MC dropout and some of its own checkpoints."""
     want, states = settings(recipe), trajectories(recipe)[run]
     made: dict[str, Any] = variants(states[-want.last :], network(recipe), kinds, **accurate(recipe))
     made["mc dropout"] = mt.mc_dropout(made["baseline"])
@@ -186,7 +186,7 @@ def around(recipe: Recipe, run: int, kinds: Iterable[str] = SUBSPACES) -> dict[s
 
 
 def subspaces(recipe: Recipe) -> dict[str, Any]:
-    """Fig. 8: each subspace alone, and ensembles of 1, 2, ... runs of it; and how diverse its draws are."""
+    """Fig. 8: each subspace alone, ensembles of 1, 2, ... runs of it, and the diversity of its draws."""
     want, test = settings(recipe), batches(recipe, images(recipe).test, settings(recipe).test)
     runs = {f"run {run}": around(recipe, run) for run in range(want.members)}
     found = landscape.read_solutions(runs, test, model=network(recipe), draws=want.draws, seed=SEED)
@@ -210,7 +210,7 @@ def subspaces(recipe: Recipe) -> dict[str, Any]:
 
 
 def diversities(found: Solutions, samples: int) -> dict[str, dict[str, float]]:
-    """How much equally many solutions differ, independent ones or of one run (the mean over runs), by kind."""
+    """Return the diversity of equally many solutions by kind, independent or from one run (mean over runs)."""
     runs = list(dict.fromkeys(found.runs))
     groups = {"independent": [found.chosen("baseline", runs)]}
     for kind in dict.fromkeys(found.kinds):
@@ -231,13 +231,13 @@ def diversities(found: Solutions, samples: int) -> dict[str, dict[str, float]]:
 
 
 def centres(found: Solutions) -> int:
-    """How many random draws were rejected so often that the centre was taken."""
+    """Count random draws that were rejected so often that the centre was used."""
     pairs = [[found.chosen(kind, [run]).predictions for kind in ("baseline", "random")] for run in set(found.runs)]
     return sum(int((drawn == centre).flatten(1).all(1).sum()) for centre, drawn in pairs)
 
 
 def shift(recipe: Recipe) -> dict[str, Any]:
-    """Fig. 9, and the divergences on SVHN: as many solutions of each kind, and ensembles of subspaces."""
+    """Fig. 9, and divergences on SVHN: equally many solutions of each kind, and ensembles of subspaces."""
     want, model, data = settings(recipe), network(recipe), images(recipe)
     runs = [around(recipe, run) for run in range(want.members)]
     methods = {
@@ -266,7 +266,7 @@ def shift(recipe: Recipe) -> dict[str, Any]:
 
 
 def reach(recipe: Recipe) -> dict[str, Any]:
-    """How far random draws around the first run must go to differ on SVHN, and what it costs them: nothing rejected."""
+    """Measure the distance at which random draws around the first run differ on SVHN, and their loss of accuracy."""
     want, model, data = settings(recipe), network(recipe), images(recipe)
     end = trajectories(recipe)[0][-1:]
     draws = {str(length): mt.subspace(model, "random", end, scale=length) for length in want.lengths}
@@ -284,14 +284,14 @@ def reach(recipe: Recipe) -> dict[str, Any]:
 
 
 def svhn(recipe: Recipe) -> list[tuple[Tensor]]:
-    """Images of SVHN, as networks take them, on the device."""
+    """Return SVHN images, preprocessed, on the device."""
     data = images(recipe)
     x = data.preprocess(data.scaled(data.ood["svhn"][: settings(recipe).ood].to(recipe.device)))
     return [(rows,) for rows in x.split(ROWS)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     pieces = (train, similarity, tsne, planes, tunnel, diversity, subspaces, shift, reach)
     Recipe("ensembles_landscape", __doc__, {piece.__name__: piece for piece in pieces}).run(arguments)
 

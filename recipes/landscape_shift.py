@@ -25,7 +25,7 @@ __all__ = ["UnderCorruption", "under_corruption", "variants"]
 def variants(
     run: Checkpoints, model: nn.Module | None = None, kinds: Iterable[str] = KINDS, **options: Any
 ) -> dict[str, nn.Module]:
-    """The solutions of section 5 from a run: its last checkpoint, subspaces around it, and the mean of its checkpoints.
+    """Return the solutions of section 5 for a run: its last checkpoint, subspaces around it, and the mean checkpoint.
 
     The subspaces are of `kinds`, with the `options` of `subspaces`.
     """
@@ -38,9 +38,9 @@ def variants(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UnderCorruption:
-    """Methods by corruption and severity: `[K, T, V]`, for K methods, T corruptions, V severities; float64, CPU.
+    """Scores by corruption and severity: `[K, T, V]` for K methods, T corruptions, V severities; float64, CPU.
 
-    Severity 0 is the images as they are, for every corruption.
+    Severity 0 is the uncorrupted images, for every corruption.
     """
 
     methods: tuple[str, ...]
@@ -49,10 +49,10 @@ class UnderCorruption:
     accuracy: Tensor
     brier: Tensor
     divergence: Tensor
-    """The Jensen-Shannon divergence of a method's solutions, in nats."""
+    """Jensen-Shannon divergence of a method's solutions, in nats."""
 
     def plot(self) -> Any:
-        """Means over the corruptions of the three scores, against severity (Fig. 9)."""
+        """Plot the means of the three scores over corruptions, against severity (Fig. 9)."""
         fig = subplots("Under corruption", "accuracy", "Brier score", "JS divergence", x="severity")
         for column, score in enumerate((self.accuracy, self.brier, self.divergence), start=1):
             add_lines(fig, self.methods, self.severities, score.mean(1), column)
@@ -71,19 +71,19 @@ def under_corruption(
     draws: int = 5,
     seed: int = 0,
 ) -> UnderCorruption:
-    """Accuracy, Brier score and JS divergence of methods on corrupted images (Fig. 9).
+    """Return accuracy, Brier score and JS divergence of methods on corrupted images (Fig. 9).
 
     Args:
         methods: by name, the solutions whose predictions a method averages: a multitude, a subspace, a list of
             networks, a `Recorder` (see `read_solutions`). The divergence grows with the number of solutions: compare
-            methods of as many.
-        images: `[N, C, H, W]` in [0, 1], as `corrupt` takes them.
+            methods with equally many.
+        images: `[N, C, H, W]` in [0, 1], as for `corrupt`.
         target: their classes, `[N]`.
         corruptions: names of `multitudes.shift.CORRUPTIONS` or `EXTRA`.
-        severities: 0, the images as they are, to 5.
-        preprocess: the networks' own preparation of images, such as a normalisation, after the corruption.
-        model: the network that state dicts are of.
-        draws: how many draws to make of a method that draws; the paper makes 5.
+        severities: from 0 (uncorrupted) to 5.
+        preprocess: preprocessing of the networks after the corruption, such as a normalisation.
+        model: the network of state dicts.
+        draws: number of draws of a stochastic method; the paper uses 5.
         seed: of corruptions and draws.
     """
 
@@ -92,14 +92,14 @@ def under_corruption(
         return read_solutions({"": dict(solutions)}, data, model=model, draws=draws, seed=seed)
 
     def scored(found: Solutions) -> Tensor:
-        """`[3, K]`"""
+        """Return the scores, `[3, K]`."""
         chosen = [found.chosen(name, found.runs) for name in methods]
         metrics = mt.metrics
         columns = [(metrics.accuracy(p, target), metrics.brier(p, target), metrics.ensemble_js(p)) for p in chosen]
         return torch.stack([torch.stack(column).double() for column in columns], 1)
 
     clean = read(images, methods)
-    # Weights are drawn from a subspace once, and are the same for all images.
+    # Draw weights from a subspace once, for all images.
     drawn = {
         name: list(_once([net for net, kind in zip(clean.networks, clean.kinds, strict=True) if kind == name], draws))
         for name in methods
@@ -117,7 +117,7 @@ def under_corruption(
 
 
 def _once(networks: list[nn.Module], draws: int) -> Iterator[nn.Module]:
-    """The networks of solutions, one for all draws of a network that draws."""
+    """Yield the networks of solutions, one for all draws of a stochastic network."""
     at = 0
     while at < len(networks):
         yield networks[at]

@@ -47,15 +47,15 @@ SETS = {
     "naval": ("naval-propulsion-plant", 20),
     "protein": ("protein-tertiary-structure", 5),
 }
-"""The file of each set, and how many splits it has."""
+"""File of each set, and its number of splits."""
 
 OWN_UNITS = "-own"
-"""How a piece is named that trains on targets as they are."""
+"""Suffix of pieces that train on unscaled targets."""
 
 PIECES = (*SETS, f"yacht{OWN_UNITS}")
 
 METHODS = ("ecmp", "emp", "dropout", "ensemble", "norm")
-"""Those of the paper's tables; and the network with batch norm that is patched, as it is: what is due to the norm."""
+"""The paper's methods, and the unpatched network with batch norm, to isolate the effect of the norm."""
 
 HIDDEN, WIDER = 50, 100  # the latter for protein
 COMPONENTS = 5
@@ -69,7 +69,7 @@ LONGEST = 4000  # epochs
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done for each set and method."""
+    """Amount of work per set and method."""
 
     splits: int
     steps: int
@@ -84,7 +84,7 @@ SMOKE = Scale(splits=3, steps=150, draws=20)
 
 
 class Errors(nn.Module):
-    """A network on data of its own: numbers of rows `[B]` -> its errors there, prediction minus target, `[B, 1]`."""
+    """A network with its own data: maps row indices `[B]` to its errors there, prediction minus target, `[B, 1]`."""
 
     x: Tensor
     y: Tensor
@@ -100,10 +100,10 @@ class Errors(nn.Module):
 
 
 class Splits(mt.Members):
-    """Networks on data of their own as members of one: numbers of rows `[B]` -> errors `[M, B, 1]`.
+    """Networks with their own data as members: maps row indices `[B]` to errors `[M, B, 1]`.
 
-    The objective is the sum of their mean squared errors, so that each member learns as it would alone. It is
-    computed for all at once: a criterion that is called for each of a hundred members makes a step half as long again.
+    The objective is the sum of their mean squared errors, so that each member trains as it would alone. It is computed
+    for all members at once: calling a criterion for each of a hundred members makes a step half as long again.
     """
 
     def loss(self, x: Any, y: Tensor, criterion: Any = None, **options: Any) -> Tensor:
@@ -111,7 +111,7 @@ class Splits(mt.Members):
 
 
 class Rows:
-    """The numbers of `count` rows in batches, in a new order each epoch; they are their own targets."""
+    """Batches of the indices of `count` rows, shuffled each epoch; they are their own targets."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
@@ -126,9 +126,9 @@ class Rows:
 
 
 def network(method: str, inputs: int, hidden: int) -> nn.Module:
-    """The paper's network as a method makes it, `[B, inputs] -> [B, 1]`.
+    """Build the paper's network for a method, `[B, inputs] -> [B, 1]`.
 
-    The norms follow the input and the hidden layer's activation, as the dropout of Gal and Ghahramani (2016) does.
+    The norms follow the input and the hidden layer's activation, like the dropout of Gal and Ghahramani (2016).
     """
     first, last = nn.Linear(inputs, hidden), nn.Linear(hidden, 1)
     if method == "ensemble":
@@ -141,12 +141,12 @@ def network(method: str, inputs: int, hidden: int) -> nn.Module:
     model = nn.Sequential(norms[0], first, nn.ReLU(), norms[1], last)
     if method == "norm":
         return model
-    # "pretrained" keeps gamma: its components are variations of 0.2, where fresh ones would be of 1.
+    # "pretrained" keeps gamma: components vary around 0.2; fresh ones would vary around 1.
     return mt.patched(model, COMPONENTS, "norm", cross=method == "ecmp", init="pretrained").network
 
 
 def members(method: str, splits: Sequence[tuple[Tensor, Tensor]], hidden: int, seed: int = 0) -> Splits:
-    """A network for each split's inputs and targets, five for the ensemble, one split after the other."""
+    """Build a network per split, five for the ensemble, one split after the other."""
     torch.manual_seed(seed)
     each = COMPONENTS if method == "ensemble" else 1
     networks = [Errors(network(method, x.shape[1], hidden), x, y) for x, y in splits for _ in range(each)]
@@ -156,13 +156,13 @@ def members(method: str, splits: Sequence[tuple[Tensor, Tensor]], hidden: int, s
 
 
 def rows_of(data: Data, own_units: bool = False) -> tuple[Tensor, Tensor]:
-    """Inputs `[N, F]` and targets `[N, 1]`, training rows and then test rows, standardised by the training rows."""
+    """Return inputs `[N, F]` and targets `[N, 1]`, training then test rows, standardised by the training rows."""
     x, y = (torch.cat([getattr(part, name) for part in (data.train, data.test)]) for name in "xy")
     return data.preprocess(x), (y if own_units else data.standardised(y))[:, None]
 
 
 def load(recipe: Recipe, file: str, count: int) -> list[Data]:
-    """The standard splits of a set. Nothing is tuned, so that the validation rows belong to training."""
+    """Load the standard splits of a set. Nothing is tuned, so validation rows are used for training."""
     found = []
     for fold in range(count):
         data = recipe.data(f"uci/{file}.npz", fold=fold, task="regression", numbers="standard", validation=0.1)
@@ -176,7 +176,7 @@ def load(recipe: Recipe, file: str, count: int) -> list[Data]:
 
 
 def train(net: Splits, rows: Rows, epochs: int, seed: int = 0) -> float:
-    """Train all members side by side; what is left of their mean squared error in the last epoch, on average."""
+    """Train all members side by side; return their mean squared error in the last epoch, averaged over members."""
     history = mt.fit(
         net, rows, epochs, optimizer="adam", weight_decay=WEIGHT_DECAY, schedule="constant", seed=seed, progress=False
     )
@@ -184,19 +184,19 @@ def train(net: Splits, rows: Rows, epochs: int, seed: int = 0) -> float:
 
 
 def errors(net: Splits, rows: Tensor, splits: int, at_once: int = 256) -> Tensor:
-    """The errors of all draws, or of the ensemble's networks, on rows `[B]` of each split: `[splits, S, B]`.
+    """Return the errors of all draws or ensemble members on rows `[B]` of each split: `[splits, S, B]`.
 
-    The seed makes draws of weights the same for all rows, however many are predicted at once.
+    The seed makes weight draws the same for all rows, whatever the batch size.
     """
     parts = [net.predict(some, "regression", seed=0).predictions for some in rows.split(at_once)]
     return torch.cat(parts, 1).squeeze(2).unflatten(0, (splits, -1)).cpu()
 
 
 def measured(test: Tensor, training: Tensor, std: float) -> dict[str, float]:
-    """Numbers of one split in the target's own units, from errors `[S, B]` on test and training rows in units of `std`.
+    """Score one split in the target's units, from errors `[S, B]` on test and training rows in units of `std`.
 
-    The density is that of the paper's precision, and again of the one that fits the training errors best: the paper's
-    is far from the size of the errors in several sets, and hides there what the draws are worth.
+    The density uses the paper's precision, and also the one that fits the training errors best: the paper's is far from
+    the size of the errors in several sets, and hides the effect of the draws there.
     """
     forecast, zeros = mt.Predictive(test, task="regression"), torch.zeros(test.shape[1])
     fitted = fit_noise_precision(mt.Predictive(training, task="regression"), torch.zeros(training.shape[1]))
@@ -211,7 +211,7 @@ def measured(test: Tensor, training: Tensor, std: float) -> dict[str, float]:
 def run_method(
     method: str, splits: Sequence[Data], hidden: int, scale: Scale, own_units: bool, device: torch.device
 ) -> dict[str, Any]:
-    """Train a method on all splits at once, and measure each: lists of one number a split."""
+    """Train a method on all splits at once, and measure each: lists with one number per split."""
     count, start = len(splits[0].train), time.time()
     net = members(method, [rows_of(data, own_units) for data in splits], hidden)
     net.to(device)
@@ -231,12 +231,12 @@ def run_method(
 
 
 def epochs_of(rows: int, steps: int) -> int:
-    """As many epochs as make the steps, at most the paper's."""
+    """Return the epochs needed for this many steps, at most the paper's."""
     return min(LONGEST, math.ceil(steps / math.ceil(rows / BATCH)))
 
 
 def piece(name: str, recipe: Recipe) -> dict[str, Any]:
-    """One data set: every method on every split."""
+    """Run one data set: every method on every split."""
     scale = SMOKE if recipe.smoke else FULL
     own_units = name.endswith(OWN_UNITS)
     file, count = SETS[name.removesuffix(OWN_UNITS)]
@@ -256,7 +256,7 @@ def piece(name: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do the pieces that the command line asks for."""
+    """Run the pieces given on the command line."""
     Recipe("patching_uci", __doc__, {name: partial(piece, name) for name in PIECES}).run(arguments)
 
 

@@ -1,10 +1,10 @@
-"""What the recipes that are scripts share: one command line, two scales, and pieces that are done once.
+"""Shared base of recipes that are scripts: a command line, two scales, and pieces that are done once.
 
     python -m recipes.variance_mnist --data-root DIR --scale smoke --out runs/variance_mnist
 
-A recipe is made of named pieces. Each is written to `OUT/PIECE.json` when it is done, together with what it was done
-with; the same command again does what is missing, and `--only` asks for some of them, so that a long recipe can be
-done bit by bit, or several at a time. `python -m recipes.collect OUT` takes the pieces into `results/`.
+A recipe consists of named pieces. Each is written to `OUT/PIECE.json` when it is done, with its provenance. Repeating
+the command runs missing pieces, and `--only` selects some of them, so that a long recipe can be done in parts or in
+parallel. `python -m recipes.collect OUT` copies the pieces to `results/`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from multitudes.study.costs import commit, machine, versions
 __all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]
 
 SCALES = ("smoke", "full")
-"""Minutes on two cores and a subset of the data, to see that it works; and one GPU, up to half an hour."""
+"""smoke: minutes on two cores with a subset of the data, as a test; full: one GPU, up to half an hour."""
 
 ROOT = Path(__file__).parents[1]
 
 
 class Recipe:
-    """A recipe as the command line asks for it: where its data are, where its results go, and which pieces to do.
+    """A recipe as configured on the command line: its data, its results, and the pieces to run.
 
-    `work` has a function for each piece, in the order in which they are done; its result must be plain JSON.
+    `work` has a function per piece, in order of execution; its result must be plain JSON.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Recipe:
         self._read_before: dict[str, Data] = {}
 
     def run(self, arguments: Sequence[str] | None = None) -> None:
-        """Read the command line, and do the pieces that it asks for and that are not done."""
+        """Parse the command line, and run the selected pieces that are not done."""
         self._read(arguments)
         for piece in self.pieces:
             path = self.out / f"{piece}.json"
@@ -69,7 +69,7 @@ class Recipe:
             print(f"{piece}: {seconds:.0f} s", flush=True)
 
     def data(self, source: str, **options: Any) -> Data:
-        """Data within the data root, read once for all pieces; what they are is kept with each that asks for them."""
+        """Load data from the data root, once for all pieces; each piece that uses them records their fingerprint."""
         asked = json.dumps([source, options], sort_keys=True, default=str)
         if asked not in self._read_before:
             self._read_before[asked] = mt.data.load(self.data_root / source, **options)
@@ -78,25 +78,25 @@ class Recipe:
         return data
 
     def saw(self, source: str, fingerprint: str) -> None:
-        """Keep with the piece what data it has seen; of several parts of a source, a fingerprint of theirs."""
+        """Record the data used by the piece; several parts of a source get a joint fingerprint."""
         seen = self._seen.setdefault(source, [])
         if fingerprint not in seen:
             seen.append(fingerprint)
 
     @property
     def smoke(self) -> bool:
-        """Whether this is only to see that it works."""
+        """True at the scale that only tests the recipe."""
         return self.scale == "smoke"
 
     @property
     def fast(self) -> dict[str, Any]:
-        """What makes `mt.fit` fast on a GPU, and changes nothing elsewhere."""
+        """Arguments that make `mt.fit` fast on a GPU, without effect elsewhere."""
         on_gpu = self.device.type == "cuda"
         return {"precision": "bfloat16" if on_gpu else "float32", "channels_last": on_gpu}
 
     @property
     def networks(self) -> Path:
-        """A folder for trained networks, which stay out of the results."""
+        """Folder for trained networks, which are not part of the results."""
         folder = self.out / "networks"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -121,7 +121,7 @@ class Recipe:
             parser.error(f"--data-root must be a folder, got {str(given.data_root)!r}, which does not exist")
         self.data_root, self.out, self.scale = given.data_root, given.out, given.scale
         self.device: torch.device = device_of(given.device)
-        self.commit = commit()  # now: the files may change while this runs
+        self.commit = commit()  # read now: the files may change during the run
         self.command = shlex.join(["python", "-m", f"recipes.{self.name}", "--scale", self.scale])
 
     def _about(self, piece: str, seconds: float) -> dict[str, Any]:
@@ -148,13 +148,13 @@ def _together(fingerprints: Sequence[str]) -> str:
 
 
 def of_pixels(network: nn.Module, data: Data) -> nn.Module:
-    """The network with its preprocessing inside: it takes images in [0, 1], and its gradient is one of pixels."""
+    """Put the preprocessing into the network: it takes images in [0, 1], and gradients refer to pixels."""
     seen = copy.deepcopy(data.preprocessing).to(next(network.parameters()).device)
     return nn.Sequential(seen, network).eval()
 
 
 def loaded(path: Path, piece: str) -> mt.Multitude:
-    """The network that a piece has saved."""
+    """Load the network saved by a piece."""
     if not path.is_file():
         raise ValueError(f"there is no network {str(path)!r}: run the piece {piece} first")
     net = mt.load(path)
@@ -163,13 +163,13 @@ def loaded(path: Path, piece: str) -> mt.Multitude:
 
 
 def accuracy(net: mt.Multitude, loader: Loader, draws: int | None) -> float:
-    """Of the mean over draws; of the expectations, for 0 draws; None for a network that does not draw."""
+    """Return the accuracy of the mean over draws; 0 draws use the expectations, None is for deterministic networks."""
     right = sum((net.predict(x, draws=draws, seed=number).label == y).sum() for number, (x, y) in enumerate(loader))
     return round(int(right) / len(loader.part), 5)
 
 
 def accuracies(net: mt.Multitude, loader: Loader, draws: int) -> dict[str, float]:
-    """By the three procedures of the variance networks paper, section 3."""
+    """Return the accuracy by the three procedures of the variance networks paper, section 3."""
     return {
         "stochastic": accuracy(net, loader, 1),
         "deterministic": accuracy(net, loader, 0),
@@ -178,9 +178,9 @@ def accuracies(net: mt.Multitude, loader: Loader, draws: int) -> dict[str, float
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """The same with tensors as lists and numbers of so many digits, so that files stay small and can be read.
+    """Convert tensors to lists and round numbers to this many digits, for small and readable files.
 
-    None stands for what is not finite, which JSON cannot hold.
+    Non-finite numbers, which JSON cannot represent, become None.
 
     >>> rounded({"nll": [0.123456789, 1e-9, math.inf], "loss": torch.tensor([0.5])})
     {'nll': [0.123457, 1e-09, None], 'loss': [0.5]}

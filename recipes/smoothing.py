@@ -37,35 +37,35 @@ METHODS = ("single", "smooth", "mc_dropout", "smooth_dropout")
 HEADS = ("mlp", "gap", "smooth")
 SEED = 0
 VALIDATION = 0.02
-"""As in the study: its networks and those trained here see the same images."""
+"""The study's value, so that its networks and those trained here use the same images."""
 
 DROPOUT = 0.3
 TAU = 10.0
 WEIGHT_DECAY = 5e-4
 PIXEL = 1 / 255
 FGSM, PGD = (1, 2, 4), (1, 2)
-"""The radii of the attacks, in levels of a pixel of 256."""
+"""Radii of the attacks, in pixel levels of 256."""
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is done of everything."""
+    """Amount of work for each measurement."""
 
     limit: int | None
-    """Of the images of each part."""
+    """Maximum images per part."""
     draws: int
-    """The ensemble size of predictions."""
+    """Draws per prediction."""
     moving: int
-    """Images whose consistency is measured, and how often they move."""
+    """Images for measuring consistency, and their number of shifts."""
     steps: int
     attacked: int
-    """Images that are attacked, over how many draws the gradient is taken, and the steps of PGD."""
+    """Attacked images, draws per gradient, and steps of PGD."""
     gradient_draws: int
     pgd_steps: int
     epochs: int
     batch_size: int
     scored: int
-    """Training images on which a head is scored, and the draws of its scores."""
+    """Training images for scoring a head, and draws of its scores."""
     scored_draws: int
     hidden: int
     """Units of the MLP's hidden layers."""
@@ -94,7 +94,7 @@ AMOUNTS = {
 
 
 def cifar10(recipe: Recipe) -> Data:
-    """The data."""
+    """Load the data."""
     return recipe.data("cifar10", validation=VALIDATION, limit=AMOUNTS[recipe.scale].limit)
 
 
@@ -104,11 +104,11 @@ def _read_of_study(recipe: Recipe, job: Path) -> Data:
     data = cifar10(recipe)
     if config["data"].get("fingerprint") == data.fingerprint:
         return data
-    return data_of(config["data"], job)  # other parts of it, or out-of-distribution images beside
+    return data_of(config["data"], job)  # other splits, or with out-of-distribution images
 
 
 def studied(recipe: Recipe, method: str) -> tuple[mt.Multitude, Data]:
-    """A network that the study has trained, and its data."""
+    """Load a network trained by the study, and its data."""
     run = recipe.out.parent / (f"{STUDY}-smoke" if recipe.smoke else STUDY)
     job = run / "jobs" / f"{method}-{SEED}"
     if not (job / "model.safetensors").is_file():
@@ -122,12 +122,12 @@ def studied(recipe: Recipe, method: str) -> tuple[mt.Multitude, Data]:
 
 
 def headed(recipe: Recipe, head: str) -> mt.Multitude:
-    """A network that an earlier piece has trained."""
+    """Load a network trained by an earlier piece."""
     return loaded(recipe.networks / f"{head}.safetensors", f"train_{head}").to(recipe.device).eval()
 
 
 def build(head: str, smoke: bool, hidden: int) -> mt.Multitude:
-    """A fresh network with one of `HEADS` and MC dropout before the last convolution of each block."""
+    """Build a new network with one of `HEADS` and MC dropout before the last convolution of each block."""
     network: nn.Module = mt.models.CifarResNet(8, width=8) if smoke else mt.models.resnet18()
     if head == "mlp":
         network = mt.head(network, "mlp", hidden=hidden, dropout=0.5)
@@ -140,7 +140,7 @@ def build(head: str, smoke: bool, hidden: int) -> mt.Multitude:
 
 
 def consistency(recipe: Recipe) -> dict[str, Any]:
-    """How consistent the predictions are while images move."""
+    """Measure the consistency of predictions while images move."""
     amounts, found = AMOUNTS[recipe.scale], {}
     for method in METHODS:
         net, data = studied(recipe, method)
@@ -152,7 +152,7 @@ def consistency(recipe: Recipe) -> dict[str, Any]:
 
 
 def attacks(recipe: Recipe) -> dict[str, Any]:
-    """Scores under attacks of some radii, in levels of a pixel."""
+    """Measure scores under attacks with several radii, in pixel levels."""
     a, found = AMOUNTS[recipe.scale], {}
     kinds: dict[str, Callable[..., Attack]] = {f"fgsm-{level}": partial(fgsm, epsilon=level * PIXEL) for level in FGSM}
     kinds |= {f"pgd-{level}": partial(pgd, epsilon=level * PIXEL, steps=a.pgd_steps) for level in PGD}
@@ -169,7 +169,7 @@ def attacks(recipe: Recipe) -> dict[str, Any]:
 
 
 def train(head: str, recipe: Recipe) -> dict[str, Any]:
-    """Train a network with this head, keep it, and score it on training and test images."""
+    """Train a network with this head, save it, and score it on training and test images."""
     amounts, data = AMOUNTS[recipe.scale], cifar10(recipe)
     torch.manual_seed(SEED)
     net = build(head, recipe.smoke, amounts.hidden).to(recipe.device)
@@ -190,7 +190,7 @@ def train(head: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def hessian(recipe: Recipe) -> dict[str, Any]:
-    """The Hessian max eigenvalue spectra of the heads, on the same mini-batches."""
+    """Measure the Hessian max eigenvalue spectra of the heads, on the same mini-batches."""
     a = AMOUNTS[recipe.scale]
     measured = partial(
         measures.spectrum_of, data=cifar10(recipe), batches=a.minibatches, batch_size=a.minibatch,
@@ -200,7 +200,7 @@ def hessian(recipe: Recipe) -> dict[str, Any]:
 
 
 def planes(recipe: Recipe) -> dict[str, Any]:
-    """The loss landscapes of the heads, on the same images."""
+    """Measure the loss landscapes of the heads, on the same images."""
     a = AMOUNTS[recipe.scale]
     measured = partial(measures.landscape_of, data=cifar10(recipe), images=a.plane_images, points=a.plane_points)
     return {head: measured(headed(recipe, head)) for head in HEADS}

@@ -1,6 +1,6 @@
-"""What Park & Kim (2022) measure of trained networks beside their scores: consistency, attacks, curvature, landscapes.
+"""Measurements of trained networks from Park & Kim (2022): consistency, attacks, curvature, landscapes.
 
-Each function takes one network and gives plain numbers, rounded.
+Each function takes one network and returns plain, rounded numbers.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["attacks_on", "consistency_of", "landscape_of", "on_images", "scores_
 Making = Callable[..., Attack]
 """`(net, images, labels, seed=...) -> Attack`: an attack with its settings."""
 ATTACK_ROWS = 125
-"""Images attacked at a time: their gradient keeps the feature maps of all draws."""
+"""Images attacked at a time; the gradient stores the feature maps of all draws."""
 ROWS = 250
 UNSEEN = 10**6
-"""Above the seeds of all attacks."""
+"""Seed offset, above the seeds of all attacks."""
 
 
-# -- networks that read images -----------------------------------------------------------------------------
+# -- networks for images -----------------------------------------------------------------------------------
 
 
 def on_images(net: mt.Multitude, data: Data, draws: int) -> mt.Multitude:
-    """The network for images in [0, 1], with so many draws."""
+    """Convert the network to take images in [0, 1], with this many draws."""
     whole = mt.Multitude(of_pixels(net.network, data)).like(net).eval()
     whole.draws = draws
     return whole
 
 
 def scores_of(net: mt.Multitude, part: Part, data: Data, draws: int) -> dict[str, float]:
-    """NLL, accuracy and calibration error on a part of the data."""
+    """Return NLL, accuracy and calibration error on a part of the data."""
     net.draws = draws
     batches = Loader(part, data, ROWS, next(net.parameters()).device, shuffle=False)
     found = mt.evaluate(net, batches, tasks=("scores", "calibration"), seed=0, progress=False)
@@ -60,10 +60,10 @@ def scores_of(net: mt.Multitude, part: Part, data: Data, draws: int) -> dict[str
 
 
 def consistency_of(net: mt.Multitude, images: Tensor, labels: Tensor, steps: int) -> dict[str, float]:
-    """How consistent the predictions for images in [0, 1] are while these move, pixel by pixel (eq. 37 to 39).
+    """Measure the consistency of predictions for images in [0, 1] that move pixel by pixel (eq. 37 to 39).
 
-    Each image goes its own way, and comes in mirrored at the border. Every frame has draws of its own: masks that
-    stayed the same would hide how much draws differ.
+    Each image moves in its own direction, with reflected borders. Every frame has its own draws: constant masks would
+    hide how much draws differ.
     """
     device = next(net.parameters()).device
     steady, entropy, confidence = Consistency(), CrossEntropyConsistency(), RelativeConfidence()
@@ -85,10 +85,10 @@ def consistency_of(net: mt.Multitude, images: Tensor, labels: Tensor, steps: int
 def attacks_on(
     net: mt.Multitude, attacker: mt.Multitude, images: Tensor, labels: Tensor, attacks: Mapping[str, Making]
 ) -> dict[str, dict[str, float]]:
-    """Scores of the predictions of `net` for images in [0, 1], as they are ("clean") and after each attack.
+    """Score the predictions of `net` for images in [0, 1], unchanged ("clean") and after each attack.
 
-    The gradient is that of the mean over draws of `attacker`, the same network, which may make fewer of them. The
-    predictions have draws that no attack has seen.
+    Gradients are those of the mean over draws of `attacker`, the same network with possibly fewer draws. Predictions
+    use draws that no attack has seen.
     """
     device = next(net.parameters()).device
     found = {name: (Accuracy(), NLL(), ECE(), AttackSuccessRate()) for name in ("clean", *attacks)}
@@ -116,9 +116,9 @@ def attacks_on(
 def spectrum_of(
     net: mt.Multitude, data: Data, batches: int, batch_size: int, iterations: int, weight_decay: float
 ) -> dict[str, Any]:
-    """The largest Hessian eigenvalue of each of some training batches (Algorithm 1), augmented and with weight decay.
+    """Return the largest Hessian eigenvalue of some augmented training batches (Algorithm 1), with weight decay.
 
-    Each batch has one draw of its own, as in training. Batch norm has its running statistics.
+    Each batch has its own draw, as in training. Batch norm uses its running statistics.
     """
     loader = Loader(data.train, data, batch_size, augment="standard")
     with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def spectrum_of(
 
 
 def landscape_of(net: mt.Multitude, data: Data, images: int, points: int, span: float = 1.0) -> dict[str, Any]:
-    """The training loss on a plane of two random filter-normalised directions, one fresh draw a point."""
+    """Return the training loss on a plane of two random filter-normalised directions, with a fresh draw per point."""
     device = next(net.parameters()).device
     x = data.preprocess(data.scaled(data.train.x[:images])).to(device)
     ways = [filter_normalised(random_direction(net.network, seed), net.network) for seed in (0, 1)]

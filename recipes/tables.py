@@ -33,22 +33,22 @@ UCI = {
     "kin8nm": "kin8nm",
     "protein": "protein-tertiary-structure",
 }
-"""The file of each."""
+"""File of each set."""
 
 BUNDLED = ("diabetes", "breast-cancer", "wine", "iris", "digits")
-"""Those that come with scikit-learn."""
+"""Tables included in scikit-learn."""
 
 TABLES = (*UCI, *BUNDLED)
 SPLITS, QUICK_SPLITS, QUICK_ROWS = 5, 2, 400
 LEAST = 1e-6
-"""What a probability counts as at least."""
+"""Lower bound on probabilities."""
 
 
 # -- splits ------------------------------------------------------------------------------------------------
 
 
 def splits(name: str, recipe: Recipe) -> Iterator[tuple[Table, Any]]:
-    """The rows of each split, and the targets of its test rows."""
+    """Yield the rows of each split, and the targets of its test rows."""
     count = QUICK_SPLITS if recipe.smoke else SPLITS
     for table, y in (uci if name in UCI else bundled)(name, recipe, count):
         if recipe.smoke:
@@ -58,7 +58,7 @@ def splits(name: str, recipe: Recipe) -> Iterator[tuple[Table, Any]]:
 
 
 def uci(name: str, recipe: Recipe, count: int) -> Iterator[tuple[Table, Any]]:
-    """The standard splits: what our data would hold out for validation belongs to the training rows."""
+    """Yield the standard splits; our validation rows are used for training."""
     for fold in range(count):
         data = recipe.data(f"uci/{UCI[name]}.npz", fold=fold, task="regression", numbers="standard")
         parts = data.train, data.validation
@@ -67,7 +67,7 @@ def uci(name: str, recipe: Recipe, count: int) -> Iterator[tuple[Table, Any]]:
 
 
 def bundled(name: str, recipe: Recipe, count: int) -> Iterator[tuple[Table, Any]]:
-    """Random splits: a tenth of the rows is for the test where targets are numbers, a fifth of each class elsewhere."""
+    """Yield random splits: a tenth of the rows for testing in regression, else a stratified fifth."""
     from sklearn import datasets
     from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
 
@@ -85,7 +85,7 @@ def bundled(name: str, recipe: Recipe, count: int) -> Iterator[tuple[Table, Any]
 
 
 def of_numbers(answer: Answer, y: Any) -> dict[str, float]:
-    """Root mean squared error, negative log density, CRPS, and how often intervals hold the target `y [T]`."""
+    """Return RMSE, negative log density, CRPS, and coverage and width of intervals for the target `y [T]`."""
     from scipy.stats import norm
 
     z = (y - answer.mean) / answer.std
@@ -102,7 +102,7 @@ def of_numbers(answer: Answer, y: Any) -> dict[str, float]:
 
 
 def of_classes(answer: Answer, y: Any) -> dict[str, float]:
-    """Accuracy, negative log probability, Brier score, and where there are sets how often they hold `y [T]`."""
+    """Return accuracy, negative log probability, Brier score, and coverage and size of sets, if any, for `y [T]`."""
     right = np.maximum(answer.probs[np.arange(len(y)), y], LEAST)
     wanted = np.eye(answer.probs.shape[1])[y]
     numbers = {
@@ -119,7 +119,7 @@ def of_classes(answer: Answer, y: Any) -> dict[str, float]:
 
 
 def measured(method: str, table: Table, y: Any, seed: int, quick: bool) -> dict[str, float]:
-    """What a method is worth on one split, and the seconds that it takes to train and to answer."""
+    """Score a method on one split, with the seconds it takes to train and predict."""
     start = time.time()
     answer = METHODS[method](table, seed, quick)
     seconds = time.time() - start
@@ -127,14 +127,14 @@ def measured(method: str, table: Table, y: Any, seed: int, quick: bool) -> dict[
 
 
 def piece(name: str, method: str, recipe: Recipe) -> dict[str, Any]:
-    """A method on every split of a table: lists of one number a split."""
+    """Run a method on every split of a table: lists with one number per split."""
     rows = list(splits(name, recipe))
     found = [measured(method, table, y, seed, recipe.smoke) for seed, (table, y) in enumerate(rows)]
     return together(name, method, rows[0], found)
 
 
 def together(name: str, method: str, first: tuple[Table, Any], found: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The result of a piece from the numbers of each split."""
+    """Combine the numbers of each split into the result of a piece."""
     table, y = first
     about = {"rows": [len(table.y), len(y)], "features": table.x.shape[1], "classes": table.classes}
     scores = {score: [rounded(numbers[score]) for numbers in found] for score in found[0]}
@@ -142,7 +142,7 @@ def together(name: str, method: str, first: tuple[Table, Any], found: Sequence[d
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do the pieces that the command line asks for."""
+    """Run the pieces given on the command line."""
     pieces = {f"{name}-{method}": partial(piece, name, method) for name in TABLES for method in METHODS}
     Recipe("tables", __doc__, pieces).run(arguments)
 

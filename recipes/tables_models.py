@@ -1,8 +1,8 @@
-"""What the recipe for tables compares: our estimators, what a user would pick instead, and the package of TabM.
+"""Models compared by the recipe for tables: our estimators, common alternatives, and the package of TabM.
 
-Each is a function `(table, seed, quick) -> Answer`: it learns from the training rows and answers for the test rows.
-Baselines of scikit-learn have its default settings. They predict no deviations: theirs is the one of their errors on
-rows that they have not seen, and so are their intervals.
+Each is a function `(table, seed, quick) -> Answer`, which trains on the training rows and predicts the test rows.
+Baselines use scikit-learn's default settings. They predict no standard deviations, so these, and the intervals, come
+from their errors on held-out rows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor, nn
 __all__ = ["LEVEL", "METHODS", "NETWORKS", "Answer", "Table", "package_batch"]
 
 LEVEL = 0.9
-"""How often intervals and sets shall hold the target."""
+"""Target coverage of intervals and sets."""
 HELD_OUT = 0.15
-"""The share of the training rows that errors are taken from, and that the package is stopped by."""
+"""Share of the training rows used to estimate errors, and for early stopping of the package."""
 TREES = 300
-"""Of the random forest."""
+"""Trees in the random forest."""
 ALPHAS = np.logspace(-3, 3, 13)
-"""The penalties that the linear regression chooses from."""
+"""Candidate penalties of the linear regression."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to learn from, `x [N, F]` and `y [N]`, and rows `test` `[T, F]` to answer for; `y` is of classes or not."""
+    """Training rows, `x [N, F]` and `y [N]`, and test rows `test` `[T, F]`; `classes` is 0 for regression."""
 
     x: Any
     y: Any
@@ -41,7 +41,7 @@ class Table:
     device: torch.device
 
     def held_out(self, seed: int) -> tuple[Any, Any]:
-        """Two sets of training rows: those to learn from, and those that are held out, of each class its share."""
+        """Return indices of the rows to train on and of the held-out ones, stratified by class."""
         from sklearn.model_selection import train_test_split
 
         groups = self.y if self.classes else None
@@ -51,7 +51,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Answer:
-    """For T test rows: means, deviations and the ends of intervals, `[T]`; or probabilities and sets, `[T, C]`."""
+    """Predictions for T test rows: means, deviations and interval ends, `[T]`; or probabilities and sets, `[T, C]`."""
 
     mean: Any = None
     std: Any = None
@@ -66,11 +66,11 @@ Model = Callable[[Table, int, bool], Answer]
 # -- ours --------------------------------------------------------------------------------------------------
 
 NETWORKS = ("tabm", "packed", "deep", "single")
-"""Ours: methods of the library."""
+"""Our methods."""
 
 
 def network(method: str, table: Table, seed: int, quick: bool) -> Answer:
-    """An estimator with its default settings: it holds rows out, stops by them, and is calibrated on them."""
+    """Fit an estimator with default settings, including early stopping and calibration on held-out rows."""
     from multitudes.sklearn import MultitudeClassifier, MultitudeRegressor
 
     settings: dict[str, Any] = {"random_state": seed, "device": str(table.device), "verbose": False}
@@ -85,11 +85,11 @@ def network(method: str, table: Table, seed: int, quick: bool) -> Answer:
     return Answer(mean=mean, std=std, low=low, high=high)
 
 
-# -- what a user would pick instead ------------------------------------------------------------------------
+# -- common alternatives -----------------------------------------------------------------------------------
 
 
 def boosting(table: Table, seed: int, quick: bool) -> Answer:
-    """HistGradientBoosting of scikit-learn."""
+    """Fit scikit-learn's HistGradientBoosting."""
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
     kind = HistGradientBoostingClassifier if table.classes else HistGradientBoostingRegressor
@@ -98,7 +98,7 @@ def boosting(table: Table, seed: int, quick: bool) -> Answer:
 
 
 def forest(table: Table, seed: int, quick: bool) -> Answer:
-    """A random forest of 300 trees; a row's error is that of the trees that have not seen it."""
+    """Fit a random forest of 300 trees; errors are out-of-bag."""
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
     settings = {"n_estimators": 50 if quick else TREES, "random_state": seed, "n_jobs": torch.get_num_threads()}
@@ -109,7 +109,7 @@ def forest(table: Table, seed: int, quick: bool) -> Answer:
 
 
 def linear(table: Table, seed: int, quick: bool) -> Answer:
-    """A linear model of standardised columns: ridge regression, or logistic regression."""
+    """Fit a linear model of standardised columns: ridge or logistic regression."""
     from sklearn.linear_model import LogisticRegression, RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -122,7 +122,7 @@ def linear(table: Table, seed: int, quick: bool) -> Answer:
 
 
 def constant(table: Table, seed: int, quick: bool) -> Answer:
-    """The mean and the deviation of the training rows, or how often each class is among them."""
+    """Predict the mean and deviation of the training rows, or the class frequencies."""
     if table.classes:
         shares = np.bincount(table.y, minlength=table.classes) / len(table.y)
         return Answer(probs=np.tile(shares, (len(table.test), 1)))
@@ -130,7 +130,7 @@ def constant(table: Table, seed: int, quick: bool) -> Answer:
 
 
 def fitted_twice(made: Callable[[], Any], table: Table, seed: int) -> Answer:
-    """A model of all training rows; of numbers, its errors are those of one that has not seen the held-out rows."""
+    """Fit a model to all training rows; for regression, errors come from one fitted without the held-out rows."""
     model = made().fit(table.x, table.y)
     if table.classes:
         return Answer(probs=model.predict_proba(table.test))
@@ -140,14 +140,14 @@ def fitted_twice(made: Callable[[], Any], table: Table, seed: int) -> Answer:
 
 
 def with_errors(mean: Any, errors: Any) -> Answer:
-    """Means `[T]` with the deviation of errors of other rows `[N]`, and conformal intervals from them."""
+    """Return means `[T]` with the deviation of other rows' errors `[N]`, and conformal intervals from them."""
     std = math.sqrt(float(np.mean(np.square(errors))))
     reach = conformal_quantile(np.abs(errors))
     return Answer(mean=mean, std=np.full(len(mean), std), low=mean - reach, high=mean + reach)
 
 
 def conformal_quantile(scores: Any) -> float:
-    """The score that a new one is below with probability `LEVEL`, or more: the `ceil((N + 1) * LEVEL)`-th smallest.
+    """Return the bound of a new score with probability at least `LEVEL`: the `ceil((N + 1) * LEVEL)`-th smallest.
 
     >>> conformal_quantile(np.arange(1, 20))
     18.0
@@ -159,13 +159,13 @@ def conformal_quantile(scores: Any) -> float:
 # -- the package of TabM -----------------------------------------------------------------------------------
 
 PATIENCE, LONGEST = 16, 1000
-"""Epochs without a better score on the held-out rows; and epochs at most."""
+"""Epochs without a better score on the held-out rows, and maximum epochs."""
 BATCHES = {2_800: 32, 4_500: 64, 6_400: 128, 32_000: 256, 108_000: 512}
-"""Batch sizes of the authors' experiments, for fewer training rows than these; 1,024 from there on."""
+"""Batch sizes of the authors' experiments, by upper bound of training rows; 1,024 above."""
 
 
 def package_batch(rows: int) -> int:
-    """The authors' batch size for so many training rows.
+    """Return the authors' batch size for this many training rows.
 
     >>> package_batch(1_000), package_batch(7_000), package_batch(500_000)
     (32, 256, 1024)
@@ -174,7 +174,7 @@ def package_batch(rows: int) -> int:
 
 
 def package(table: Table, seed: int, quick: bool) -> Answer:
-    """`tabm` by its authors, as their example trains it: 32 members, numbers as normal scores in 48 bins, AdamW."""
+    """Fit the authors' `tabm` as in their example: 32 members, normal scores in 48 bins, AdamW."""
     kept, held = table.held_out(seed)
     x, x_held, test = (tensor.to(table.device) for tensor in normal_scores(table, kept, held))
     dtype = torch.int64 if table.classes else torch.float32
@@ -192,19 +192,19 @@ def package(table: Table, seed: int, quick: bool) -> Answer:
 
 
 def normal_scores(table: Table, kept: Any, held: Any) -> list[Tensor]:
-    """Training, held-out and test rows, columns that vary alone, as normal scores of the training rows."""
+    """Return training, held-out and test rows as normal scores of the training rows, without constant columns."""
     from sklearn.preprocessing import QuantileTransformer
 
     varies = table.x[kept].std(0) > 0
     x, x_held, test = (part[:, varies] for part in (table.x[kept], table.x[held], table.test))
-    noise = np.random.default_rng(0).normal(0.0, 1e-5, x.shape)  # the authors': ties become different numbers
+    noise = np.random.default_rng(0).normal(0.0, 1e-5, x.shape)  # as the authors do: breaks ties
     count = max(min(len(x) // 30, 1000), 10)
     scores = QuantileTransformer(n_quantiles=count, output_distribution="normal", subsample=10**9).fit(x + noise)
     return [torch.from_numpy(scores.transform(part)).float() for part in (x, x_held, test)]
 
 
 def package_network(x: Tensor, classes: int) -> nn.Module:
-    """The package's default network for training rows `[N, F]`."""
+    """Build the package's default network for training rows `[N, F]`."""
     import rtdl_num_embeddings as embeddings
     import tabm
 
@@ -216,7 +216,7 @@ def package_network(x: Tensor, classes: int) -> nn.Module:
 def train_package(
     net: nn.Module, train: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor], classes: bool, epochs: int
 ) -> None:
-    """As the authors' example: the mean of the members' losses, and the best weights by the held-out rows."""
+    """Train as in the authors' example: the mean of the members' losses, and the best weights on held-out rows."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=3e-4)
     (x, y), best, state, since = train, math.inf, net.state_dict(), 0
     for _ in range(epochs):
@@ -240,14 +240,14 @@ def train_package(
 
 @torch.no_grad()
 def answers(net: nn.Module, x: Tensor, classes: bool) -> Tensor:
-    """The members' mean prediction `[T]`, or their mean probabilities `[T, C]`."""
+    """Return the members' mean prediction `[T]`, or their mean probabilities `[T, C]`."""
     net.eval()
     own = torch.cat([net(rows) for rows in x.split(2048)])
     return own.softmax(-1).mean(1) if classes else own[..., 0].mean(1)
 
 
 def score_of(answer: Tensor, y: Tensor) -> float:
-    """What the authors stop by, less is better: the error rate of probabilities, or the squared error of means."""
+    """Return the authors' stopping score, lower is better: error rate of probabilities, or squared error of means."""
     wrong = answer.argmax(1) != y if answer.ndim == 2 else (answer - y).square()
     return wrong.float().mean().item()
 
@@ -260,4 +260,4 @@ METHODS: dict[str, Model] = {
     "constant": constant,
     "package": package,
 }
-"""All that is compared, by the name of its pieces."""
+"""All compared models, by piece name."""

@@ -1,7 +1,7 @@
-"""The loss landscape under a path between two optima, from its segments down to the origin of weight space.
+"""The loss landscape between a path joining two optima and the origin of weight space.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, appendix A: each segment of a
-curved path spans a triangle with the origin, and the triangles, laid side by side, are one picture (Fig. S3).
+curved path spans a triangle with the origin; the triangles are laid side by side in one picture (Fig. S3).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Stitched", "stitched"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stitched:
-    """The landscape from a path down to the origin: S places along the path, R distances from the origin; on CPU."""
+    """The landscape from a path to the origin: S places along the path, R distances from the origin; on CPU."""
 
     x: Tensor
-    """Where each point lies in the picture, `[S, R]`: the origin is (0, 0), and distances are those of the weights."""
+    """Position of each point in the picture, `[S, R]`: the origin is (0, 0), and distances are those of the weights."""
     y: Tensor
     loss: Tensor
     """`[S, R]`."""
@@ -33,15 +33,15 @@ class Stitched:
     agreement: Tensor | None
     """`[2, S, R]`, with the two ends."""
     knots: tuple[int, ...]
-    """Which of the S places are points of the path; between two of them, all lies in one plane."""
+    """Indices of the S places that are points of the path; places between two of them lie in one plane."""
     share: Tensor
-    """How far out each point is, 1 on the path itself, `[R]`."""
+    """Distance of each point relative to the path, `[R]`."""
 
     def __repr__(self) -> str:
         return f"Stitched({len(self.knots) - 1} triangles, {self.loss.shape[0]}x{self.loss.shape[1]})"
 
     def plot(self, what: str = "loss", *, end: int = 0) -> Any:
-        """A Plotly figure of the loss, as its logarithm, the accuracy, or the agreement with one end, 0 or 1."""
+        """Plot the log loss, the accuracy, or the agreement with one end, 0 or 1, with Plotly."""
         if end not in (0, 1):
             raise ValueError(f"end must be 0 or 1, got {end!r}")
         values = measured(self, what)
@@ -74,13 +74,13 @@ def stitched(
 
     Args:
         network: the network of the path.
-        path: as `tunnel` gives it.
+        path: as returned by `tunnel`.
         data: `(x, y)` or an iterable of batches.
-        across: into how many parts to cut each segment.
-        radii: how many points there are from the origin outwards.
-        reach: how far they go, the path itself being at 1, which is always one of them.
+        across: number of parts per segment.
+        radii: number of points from the origin outwards.
+        reach: distance of the last point; the path is at 1, which is always included.
 
-    Agreement is with the weights of the path's ends. Batch-norm statistics are recomputed on `data` everywhere.
+    Agreement is with the weights of the path's ends. Batch-norm statistics are recomputed on `data` at every point.
     """
     alone = single_network(network)
     scorer = WeightScorer(network, data, batch_norm=data)

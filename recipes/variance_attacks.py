@@ -31,30 +31,30 @@ from multitudes.shift.attacks import Attack, iterative_fast_sign
 from recipes.recipe import Recipe, accuracies, accuracy, loaded, of_pixels
 
 EPOCHS = 60
-"""At full scale: what the recipe costs is proportional to it, and to the number of members."""
+"""Epochs at full scale; the recipe's cost is proportional to them and to the number of members."""
 MEMBERS = 3
 BATCH = 256
 RATE = 1e-3
 LOG_ALPHA_RATE = 4e-3
 MEMORY = 0.99
-"""Adam's beta2 for log alpha, which with 0.999 would lag behind (see `mt.variance`). With both, log alpha can pass 0
-after 7 epochs, 4.5 after 16, and get to 15: by then the network has learned something."""
+"""Adam's beta2 for log alpha; 0.999 would lag behind (see `mt.variance`). With this and the rate, log alpha can pass
+0 after 7 epochs, reach 4.5 after 16, and get to 15: by then the network is well trained."""
 DRAWS = 10
-"""Of a network, and of all members of an ensemble together."""
+"""Draws of a network, or of all members of an ensemble together."""
 FINAL_DRAWS = 50
-"""For the accuracies on the whole test part."""
+"""Draws for accuracies on the whole test part."""
 STEP = 0.5 / 255
 STEPS = 30
 IMAGES = 1000
 VARIANCE_LAYERS = ("features.40", "features.44", "features.48", "classifier.1")
 """The last three convolutions and the first dense layer."""
 BETWEEN = ("features.43", "features.47")
-"""The dropout between these convolutions, which the authors leave out where they are variance layers."""
+"""Dropout between these convolutions, which the authors omit for variance layers."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done."""
+    """Amount of work."""
 
     epochs: int
     batch: int
@@ -68,7 +68,7 @@ class Scale:
 
 
 def scale_of(recipe: Recipe) -> Scale:
-    """At full scale all of CIFAR-10, for smoke a narrow network and a few steps on small images."""
+    """Return the scale: all of CIFAR-10, or for smoke a narrow network and a few steps on small images."""
     if recipe.smoke:
         return Scale(4, 50, 3e-3, 16, 16, 2000, 5, 4, 40)
     return Scale(EPOCHS, BATCH, RATE, 64, 32, None, FINAL_DRAWS, STEPS, IMAGES)
@@ -78,12 +78,12 @@ def scale_of(recipe: Recipe) -> Scale:
 
 
 def plain(width: int) -> mt.Multitude:
-    """The VGG-like network: its dropout is for training, as deep ensembles and the deterministic procedure want it."""
+    """Build the VGG-like network with training-only dropout, for deep ensembles and the deterministic procedure."""
     return mt.Multitude(mt.models.VGGLike(width=width))
 
 
 def variance(width: int) -> mt.Multitude:
-    """The same with four variance layers; the dropout before them stays on, as in the authors' code."""
+    """Build the network with four variance layers; the dropout before them stays on, as in the authors' code."""
     model = mt.models.VGGLike(width=width)
     for name in BETWEEN:
         model.set_submodule(name, nn.Identity())
@@ -94,13 +94,13 @@ def variance(width: int) -> mt.Multitude:
 
 
 def targets(labels: Tensor, classes: int, seed: int = 0) -> Tensor:
-    """For each image another class than its own, any of them as likely."""
+    """Draw for each image a class other than its own, uniformly."""
     generator = torch.Generator().manual_seed(seed)
     return (labels + torch.randint(1, classes, labels.shape, generator=generator)) % classes
 
 
 def attacked(net: mt.Multitude, data: Data, scale: Scale, draws: int | None, batch: int = 100) -> dict[str, Any]:
-    """Figure 2 for a network that reads images in [0, 1]: success rate and mean entropy after each step."""
+    """Compute Figure 2 for a network on images in [0, 1]: success rate and mean entropy after each step."""
     device = next(net.parameters()).device
     x, labels = data.scaled(data.test.x[: scale.images]), data.test.y[: scale.images]
     wanted = targets(labels, data.outputs)
@@ -120,7 +120,7 @@ def attacked(net: mt.Multitude, data: Data, scale: Scale, draws: int | None, bat
 
 
 def train(recipe: Recipe, net: mt.Multitude, seed: int) -> dict[str, Any]:
-    """Adam, falling linearly to 0, with random crops and flips."""
+    """Train with Adam at a linearly decaying rate, with random crops and flips."""
     data, scale, device = read(recipe), scale_of(recipe), recipe.device
     net.to(device)
     own = {"log_alpha": {"lr": LOG_ALPHA_RATE, "betas": (0.9, MEMORY)}} if variance_layers(net) else {}
@@ -147,7 +147,7 @@ def train(recipe: Recipe, net: mt.Multitude, seed: int) -> dict[str, Any]:
 def trained(
     recipe: Recipe, name: str, make: Callable[[int], mt.Multitude], seed: int
 ) -> tuple[mt.Multitude, dict[str, Any]]:
-    """A network that is trained and kept for the ensembles, and how its training went."""
+    """Train a network and save it for the ensembles; return it with a report of its training."""
     torch.manual_seed(seed)
     net = make(scale_of(recipe).width)
     result = train(recipe, net, seed)
@@ -156,7 +156,7 @@ def trained(
 
 
 def dropout_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
-    """A network with dropout: by the deterministic procedure, and as an ensemble of draws."""
+    """Run a network with dropout: deterministic, and as an ensemble of draws."""
     scale, data = scale_of(recipe), read(recipe)
     net, result = trained(recipe, "dropout", plain, seed)
     test = held_out(recipe)
@@ -172,7 +172,7 @@ def dropout_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
 
 
 def variance_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
-    """A variance network: by all three procedures, and attacked as an ensemble of draws."""
+    """Run a variance network by all three procedures, and attack it as an ensemble of draws."""
     scale, data = scale_of(recipe), read(recipe)
     net, result = trained(recipe, "variance", variance, seed)
     result |= accuracies(net, held_out(recipe), scale.draws)
@@ -183,14 +183,14 @@ def variance_piece(recipe: Recipe, seed: int) -> dict[str, Any]:
 
 
 def ensemble_piece(recipe: Recipe, kind: str, name: str) -> dict[str, Any]:
-    """All networks of a kind together, as members of one ensemble."""
+    """Run all networks of a kind as members of one ensemble."""
     pieces = [f"{kind}-{seed}" for seed in range(MEMBERS)]
     networks = [loaded(recipe.networks / f"{piece}.safetensors", piece).network for piece in pieces]
     scale, data = scale_of(recipe), read(recipe)
     draws = None if kind == "dropout" else max(1, DRAWS // MEMBERS)
     fused = mt.fuse(networks).to(recipe.device)
     seen = mt.fuse([of_pixels(network, data) for network in networks]).to(recipe.device)
-    fused.runner = seen.runner = "loop"  # the same on every device, and one member's activations at a time
+    fused.runner = seen.runner = "loop"  # the same on every device, with one member's activations at a time
     return {
         "members": MEMBERS,
         "draws": draws,
@@ -201,13 +201,13 @@ def ensemble_piece(recipe: Recipe, kind: str, name: str) -> dict[str, Any]:
 
 
 def held_out(recipe: Recipe) -> Loader:
-    """The whole test part, on the device."""
+    """Return the whole test part, on the device."""
     data = read(recipe)
     return Loader(data.test, data, 250, recipe.device, shuffle=False)
 
 
 def read(recipe: Recipe) -> Data:
-    """CIFAR-10, of whose training images as few as possible are held back: nothing is chosen by them."""
+    """Load CIFAR-10 with as few validation images as possible: nothing is selected by them."""
     scale = scale_of(recipe)
     return recipe.data("cifar10", validation=0.01, limit=scale.limit, size=None if scale.size == 32 else scale.size)
 

@@ -35,32 +35,32 @@ from multitudes.training.trainer import Progress
 from recipes.recipe import Recipe, accuracies, accuracy
 
 EPOCHS = 20
-"""Of the networks that shall pass the transition, at full scale: what the recipe costs is proportional to it."""
+"""Epochs of networks expected to pass the transition, at full scale; the recipe's cost is proportional to it."""
 SHORT = 10
-"""Of the networks that are not waiting for a transition."""
+"""Epochs of networks without a transition."""
 LONG = 60
-"""Of the network with a smooth nonlinearity, whose transition comes later."""
+"""Epochs of the network with a smooth nonlinearity, whose transition comes later."""
 SEED = 0
 BATCH = 100
 RATE = 2e-3
 SHARED_RATE = 0.5
-"""Of a log alpha that many weights share. It has a long way to go, and its gradient is the sum of all of theirs."""
+"""Learning rate of a log alpha shared by many weights. It has far to go, and its gradient is the sum over all."""
 OWN_RATE = 5e-3
-"""Of a log alpha, or log sigma, of a single weight: it can go as far in all steps as at the paper's rate in its."""
+"""Learning rate of a single weight's log alpha or log sigma: the reachable distance equals the paper's."""
 RECORDS = 20
-"""How often a network is measured while it is trained."""
+"""Number of measurements during training."""
 DRAWS = 100
 RECORD_DRAWS = 20
 KAPPA_IMAGES = 5000
 SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.995, 0.998, 0.999)
-"""Of the weights, to be fixed: Figure 5."""
+"""Shares of weights to fix: Figure 5."""
 FIRST_BIN, LAST_BIN, BINS = -25.0, 5.0, 60
-"""Of the histograms of log10 |kappa|, Figure 3."""
+"""Range and number of bins of the histograms of log10 |kappa|, Figure 3."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done."""
+    """Amount of work."""
 
     epochs: int
     batch: int
@@ -71,7 +71,7 @@ class Scale:
 
 
 def scale_of(recipe: Recipe, epochs: int) -> Scale:
-    """At full scale all of MNIST, for smoke a few steps on a subset."""
+    """Return the scale: all of MNIST, or for smoke a few steps on a subset."""
     if recipe.smoke:
         return Scale(4, 50, 1500, 1, 5, 100)
     return Scale(epochs, BATCH, None, RECORDS, DRAWS, KAPPA_IMAGES)
@@ -81,25 +81,25 @@ def scale_of(recipe: Recipe, epochs: int) -> Scale:
 
 
 def lenet(after: nn.Module) -> nn.Module:
-    """LeNet-5 with batch norm after its first dense layer, as in the authors' code, and then `after`."""
+    """Build LeNet-5 with batch norm after its first dense layer, as in the authors' code, followed by `after`."""
     model = mt.models.lenet5()
     model.set_submodule("relu3", nn.Sequential(nn.BatchNorm1d(model.fc1.out_features), after))
     return model
 
 
 def dropout() -> mt.Multitude:
-    """Half of the inputs of each dense layer are dropped."""
+    """Build LeNet-5 with dropout of half the inputs of each dense layer."""
     return mt.mc_dropout(mt.models.lenet5(), p=0.5, layers=["fc1", "fc2"])
 
 
 def variance(parameterization: str = "layer", layers: tuple[str, ...] = ("fc1",), kl: str = "approximate") -> Any:
-    """A variance LeNet-5: all its random layers are of one parameterization."""
+    """Build a variance LeNet-5, with one parameterization for all random layers."""
     after = mt.layers.Absolute() if parameterization == "zero" else nn.ReLU()
     return mt.variance(lenet(after), list(layers), parameterization, kl=kl, seed=SEED)
 
 
 def optimizer(net: mt.Multitude) -> torch.optim.Optimizer:
-    """Adam, at a rate of their own for the parameters of the weights' variances."""
+    """Build Adam, with separate learning rates for the variance parameters."""
     own: dict[str, float] = {}
     for layer in variance_layers(net).values():
         if layer.parameterization in ("layer", "neuron"):
@@ -116,7 +116,7 @@ def optimizer(net: mt.Multitude) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def elbo(net: mt.Multitude, loader: Loader, draws: int = 5) -> float:
-    """The evidence lower bound of a part, eq. (1): the expected log-likelihood of all of it, less the divergence."""
+    """Return the evidence lower bound of a part, eq. (1): its expected log-likelihood minus the divergence."""
     total = 0.0
     for number, (x, y) in enumerate(loader):
         log_probs = net.predict(x, draws=draws, seed=number).member_log_probs
@@ -125,7 +125,7 @@ def elbo(net: mt.Multitude, loader: Loader, draws: int = 5) -> float:
 
 
 def log_alphas(net: mt.Multitude) -> dict[str, list[float]]:
-    """Of each variance layer with expectations, the least, the mean and the largest log alpha."""
+    """Return the minimum, mean and maximum log alpha of each variance layer with expectations."""
     found = {}
     for name, layer in variance_layers(net).items():
         if layer.parameterization != "zero":
@@ -135,7 +135,7 @@ def log_alphas(net: mt.Multitude) -> dict[str, list[float]]:
 
 
 def centred(net: mt.Multitude) -> mt.Multitude:
-    """The network with the first dense layer's expectations set to 0 and its variances kept, eq. (11)."""
+    """Set the first dense layer's expectations to 0 and keep its variances, eq. (11)."""
     new = copy.deepcopy(net)
     old: Any = net.network.fc1
     layer = mt.layers.VarianceLinear.of(old.expected(), parameterization="zero")
@@ -154,7 +154,7 @@ def train(
     device: torch.device,
     measure: Callable[[mt.Multitude], dict[str, Any]] = lambda net: {},
 ) -> dict[str, Any]:
-    """Train a network, measured now and then; gives all that was measured."""
+    """Train a network, with measurements at some epochs; return all measurements."""
     net.to(device)
     test = Loader(data.test, data, 500, device, shuffle=False)
     at = record_epochs(scale.epochs, scale.records)
@@ -186,7 +186,7 @@ def train(
 
 
 def record_epochs(epochs: int, records: int) -> set[int]:
-    """So many epochs, closer to each other at the beginning, when more happens; the last is one.
+    """Return this many epochs, denser at the start, where more happens; the last one is included.
 
     >>> sorted(record_epochs(80, 8))
     [1, 5, 11, 20, 31, 45, 61, 80]
@@ -195,7 +195,7 @@ def record_epochs(epochs: int, records: int) -> set[int]:
 
 
 def piece(make: Callable[[], mt.Multitude], epochs: int) -> Callable[[Recipe], dict[str, Any]]:
-    """The work of a piece: train this network for so many epochs at full scale."""
+    """Return a piece's work: train this network for this many epochs at full scale."""
 
     def work(recipe: Recipe) -> dict[str, Any]:
         scale = scale_of(recipe, epochs)
@@ -212,7 +212,7 @@ def piece(make: Callable[[], mt.Multitude], epochs: int) -> Callable[[Recipe], d
 
 
 def read(recipe: Recipe, scale: Scale) -> Data:
-    """MNIST, of whose training images as few as possible are held back: nothing is chosen by them."""
+    """Load MNIST with as few validation images as possible: nothing is selected by them."""
     return recipe.data("mnist", validation=0.01, limit=scale.limit)
 
 
@@ -220,7 +220,7 @@ def read(recipe: Recipe, scale: Scale) -> Data:
 
 
 def phase(recipe: Recipe) -> dict[str, Any]:
-    """Kappa along the training of a network with a smooth nonlinearity, which is then made sparse by it."""
+    """Measure kappa while training a network with a smooth nonlinearity, then sparsify it by kappa."""
     scale = scale_of(recipe, LONG)
     data = read(recipe, scale)
     net = mt.variance(lenet(nn.Softplus()), ["fc1"], seed=SEED)
@@ -245,19 +245,19 @@ def phase(recipe: Recipe) -> dict[str, Any]:
 
 
 def histogram(kappas: Tensor) -> list[int]:
-    """How many weights' log10 |kappa| is in each bin; the first and the last bin have those beyond as well."""
+    """Count weights by log10 |kappa|; the outer bins include everything beyond."""
     logs = kappas.abs().clamp(min=10**FIRST_BIN).log10().clamp(FIRST_BIN, LAST_BIN)
     return [int(count) for count in torch.histc(logs.float().cpu(), BINS, FIRST_BIN, LAST_BIN)]
 
 
 def threshold_of(kappas: Tensor, share: float) -> float:
-    """The threshold that a share of the weights lie below."""
+    """Return the threshold below which this share of the weights lies."""
     ordered = kappas.abs().flatten().sort().values
     return float(ordered[round(share * (len(ordered) - 1))])
 
 
 def sparse(net: mt.Multitude, threshold: float, whole: float, test: Loader, draws: int) -> dict[str, float]:
-    """The ensemble with all weights of |kappa| below a threshold fixed: to 0, or to their expectations."""
+    """Measure the ensemble with all weights of |kappa| below a threshold fixed to 0 or to their expectations."""
     found = {"threshold": float(f"{threshold * whole:.4g}")}
     for to in ("zero", "mean"):
         fixed = transition.sparsify(net, threshold, to)

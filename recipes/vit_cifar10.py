@@ -27,13 +27,13 @@ from recipes.recipe import Recipe, loaded
 
 MEMBERS, HEADS, ALPHA = 4, 8, 2
 DRAWS = 32
-"""Of the last layer, of Laplace approximations of one network; all members of an ensemble together have as many."""
+"""Draws of the last layer for a Laplace approximation of one network; an ensemble's members share this number."""
 SCORES = ("accuracy", "nll", "brier", "ece", "ood/svhn/max_probability/auroc", "ood/svhn/entropy/auroc")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done."""
+    """Amount of work."""
 
     width: int
     depth: int
@@ -45,17 +45,17 @@ class Scale:
 
 
 def scale_of(recipe: Recipe) -> Scale:
-    """At full scale all of CIFAR-10, for smoke a small network and a few steps."""
+    """Return the scale: all of CIFAR-10, or for smoke a small network and a few steps."""
     return Scale(24, 2, 4, 2, 50, 0, 200) if recipe.smoke else Scale(384, 6, 6, 40, 512, 5, None)
 
 
 def model(scale: Scale) -> mt.models.ViT:
-    """The network that every method is given."""
+    """Build the network for every method."""
     return mt.models.vit(width=scale.width, depth=scale.depth, heads=scale.heads)
 
 
 def convert(name: str, scale: Scale) -> mt.Multitude:
-    """What a piece trains."""
+    """Convert the network for a piece."""
     network = model(scale)
     if name == "deep":
         return mt.deep_ensemble(network, MEMBERS, init="fresh")
@@ -65,7 +65,7 @@ def convert(name: str, scale: Scale) -> mt.Multitude:
 
 
 def read(recipe: Recipe) -> Data:
-    """CIFAR-10 with SVHN's test images; of the training images a few are held back, for the prior of Laplace."""
+    """Load CIFAR-10 with SVHN's test images, and a few validation images for the prior of Laplace."""
     return recipe.data("cifar10", validation=0.02, limit=scale_of(recipe).limit, ood=[recipe.data_root / "svhn"])
 
 
@@ -73,7 +73,7 @@ def read(recipe: Recipe) -> Data:
 
 
 def training(recipe: Recipe) -> dict[str, Any]:
-    """The arguments of `fit`: AdamW, a cosine schedule, mixed precision on a GPU."""
+    """Return the arguments of `fit`: AdamW, a cosine schedule, mixed precision on a GPU."""
     scale = scale_of(recipe)
     on_gpu = recipe.device.type == "cuda"
     return {
@@ -83,7 +83,7 @@ def training(recipe: Recipe) -> dict[str, Any]:
 
 
 def trained(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Train what a piece is of, keep it, and measure it."""
+    """Train the network of a piece, save it, and measure it."""
     data, scale = read(recipe), scale_of(recipe)
     torch.manual_seed(0)
     net = convert(name, scale).to(recipe.device)
@@ -98,7 +98,7 @@ def trained(recipe: Recipe, name: str) -> dict[str, Any]:
 
 
 def measured(recipe: Recipe, net: nn.Module, **options: Any) -> dict[str, float]:
-    """The scores on all test images, with SVHN as what is foreign."""
+    """Score a network on all test images, with SVHN as out-of-distribution data."""
     data = read(recipe)
     foreign = {name: data.preprocess(data.scaled(x)) for name, x in data.ood.items()}
     result = mt.evaluate(
@@ -108,12 +108,12 @@ def measured(recipe: Recipe, net: nn.Module, **options: Any) -> dict[str, float]
 
 
 def single_piece(recipe: Recipe) -> dict[str, Any]:
-    """Each member of the deep ensemble by itself."""
+    """Score each member of the deep ensemble by itself."""
     return {"scores": _listed([measured(recipe, network) for network in _members(recipe)])}
 
 
 def laplace_piece(recipe: Recipe) -> dict[str, Any]:
-    """The last layers of these networks by Laplace approximations: one by one, and all of them as a mixture."""
+    """Score Laplace approximations of these networks' last layers: one by one, and as a mixture."""
     approximated = [laplace(recipe, network) for network in _members(recipe)]
     whole = laplace(recipe, _deep(recipe))
     return {
@@ -124,14 +124,14 @@ def laplace_piece(recipe: Recipe) -> dict[str, Any]:
 
 
 def laplace(recipe: Recipe, network: nn.Module) -> mt.Multitude:
-    """One pass over the training images, as they are; the prior is chosen by held-out images."""
+    """Approximate with one pass over the unaugmented training images; held-out images select the prior."""
     data = read(recipe)
     train, held_out = (Loader(part, data, 500, recipe.device, shuffle=False) for part in (data.train, data.validation))
     return mt.laplace(network, train, prior="validation", validation=held_out)
 
 
 def costs_piece(recipe: Recipe) -> dict[str, Any]:
-    """Parameters, multiply-adds, and the times of training and predicting beside a single network's, not compiled."""
+    """Measure parameters, multiply-adds, and times relative to a single network, not compiled."""
     data, scale, device = read(recipe), scale_of(recipe), recipe.device
     torch.manual_seed(0)
     nets = {

@@ -1,1 +1,1 @@
-"""The page of results, made from the raw files alone."""
+"""The page of results, made only from the raw files."""

@@ -1,7 +1,4 @@
-"""Writes `results/README.md`, its figures, and what the project's README says of them, from the raw files.
-
-`make results`, or `python -m recipes.report`.
-"""
+"""Write `results/README.md`, its figures, and the results in the project's README, from the raw files."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ __all__ = ["drawn", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.report", description="Make the page of results.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what it was")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the raw files are")
@@ -47,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def drawn(figure: Figure) -> str:
-    """A figure as SVG, the same text every time: by itself Plotly makes random names in it."""
+    """Render a figure as reproducible SVG; Plotly inserts random names."""
     for index, trace in enumerate(figure.data):
         trace.uid = f"trace{index}"
     panels = sum(name.startswith("xaxis") for name in figure.to_dict()["layout"])

@@ -1,4 +1,4 @@
-"""The same recipe and seed once more: how far the numbers of two runs are apart."""
+"""Differences between two runs of the same recipe and seed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
 __all__ = ["FOLDER", "differences", "section"]
 
 FOLDER = "again"
-"""Where second runs are kept, as RECIPE/PIECE.json, like the first ones above it."""
+"""Folder of second runs, as RECIPE/PIECE.json, like the first ones above it."""
 
 TIMES = ("seconds", "per_second", "costs", "machine", "versions")
-"""What is never twice the same."""
+"""Values that always differ."""
 
 NOISE = 0.01
-"""How far scores may be apart where a GPU adds up in another order: a point of accuracy, a hundredth of an NLL."""
+"""Tolerance for scores, since GPUs sum in varying order: a point of accuracy, a hundredth of an NLL."""
 
 
 def section(results: Path) -> Section | None:
-    """All pieces that were done twice; None where there is none."""
+    """Compare all pieces that were run twice; None if there are none."""
     rows, worst = [], 0.0
     for folder in sorted((results / FOLDER).glob("*")):
         first, second = Raw(results / folder.name), Raw(folder)
@@ -49,7 +49,7 @@ two raw files but times are compared: scores as they are, everything larger than
 
 
 def differences(one: Any, two: Any, place: str = "") -> Iterator[tuple[str, float]]:
-    """How far the numbers of two results are apart, each with its place; relative where they are larger than 1.
+    """Yield differences of the numbers of two results, with their place; relative for numbers larger than 1.
 
     >>> dict(differences({"nll": [0.25, 200.0], "seconds": 3.0}, {"nll": [0.5, 100.0], "seconds": 9.0}))
     {'nll[0]': 0.25, 'nll[1]': 0.5}

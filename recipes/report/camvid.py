@@ -1,4 +1,4 @@
-"""What the results say about temporal and spatial smoothing on CamVid, beside Table E.4 of Park & Kim, 2022."""
+"""Page section on temporal and spatial smoothing on CamVid, compared with Table E.4 of Park & Kim, 2022."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAPER: dict[tuple[str, bool], tuple[int, float, float, float, float]] = {
     ("mc_dropout", True): (1, 0.273, 92.6, 3.23, 96.4),
     ("mc_dropout_smooth", True): (1, 0.260, 92.6, 2.71, 96.5),
 }
-"""Table E.4, by network and whether smoothed in time: draws, NLL, accuracy, ECE and consistency in percent."""
+"""Table E.4, by network and temporal smoothing: draws, NLL, accuracy, ECE and consistency in percent."""
 
 DECAY = 0.8
 FASTER = 1.6
@@ -31,20 +31,20 @@ VIDEOS = {"val": "validation video", "test": "test frames"}
 
 
 def section(raw: Raw) -> Section:
-    """Both videos' tables, and whether the paper's claims show in them."""
+    """Write both videos' tables and the verdicts on the paper's claims."""
     results = {piece: raw[piece] for piece in (*[piece for piece, _ in PAPER], ALIGNED) if piece in raw}
     parts = [_what(results), *(_video(results, video) for video in VIDEOS)]
     claims = [claim for video in VIDEOS for claim in _claims(results, video)]
     return Section("Temporal and spatial smoothing: U-Net on CamVid", "\n\n".join(parts), claims)
 
 
-# -- what there is -----------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------
 
 Results = dict[str, dict[str, Any]]
 
 
 def _row(results: Results, piece: str, video: str, decay: float | None, one_draw: bool = False) -> dict[str, Any]:
-    """The scores of a network on a video: of one draw where it is smoothed in time, else of as many as there are."""
+    """Return a network's scores on a video: of one draw with temporal smoothing, else of the most draws measured."""
     rows = [row for row in results.get(piece, {}).get("rows", []) if (row["video"], row["decay"]) == (video, decay)]
     rows.sort(key=lambda row: row["draws"])
     return (rows[0] if one_draw else rows[-1]) if rows else {}
@@ -89,7 +89,7 @@ def _what(results: Results) -> str:
 
 
 def _aligned(results: Results) -> list[str]:
-    """What is left of SPAT's effect where it shifts nothing."""
+    """Describe the effect of SPAT without shifts."""
     if not {"dnn", "dnn_smooth", ALIGNED} <= set(results):
         return []
     nlls = [
@@ -203,7 +203,7 @@ def _least(*values: float | None) -> float | None:
 def _claim(
     text: str, steps: Iterable[tuple[str, float | None, float | None]], better: Callable[[float, float], bool]
 ) -> Claim:
-    """That each step, from a number to another, is one to the better."""
+    """Claim that each step from one number to another is an improvement."""
     found = list(steps)
     numbers = "; ".join(f"{name} {number(before, 4)} to {number(after, 4)}" for name, before, after in found)
     known = [(before, after) for _, before, after in found if before is not None and after is not None]

@@ -1,4 +1,4 @@
-"""What the page says about deep ensembles and the loss landscape: Fort, Hu and Lakshminarayanan (2019)."""
+"""Page section on deep ensembles and the loss landscape: Fort, Hu and Lakshminarayanan (2019)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAPER_ACCURACY = 0.71
 
 
 def section(raw: Raw) -> Section:
-    """Everything that was measured, piece by piece."""
+    """Write all measurements, piece by piece."""
     figures: dict[str, Figure] = {}
     parts = [INTRODUCTION, scaled_down(raw)]
     for piece, tell in TELLERS.items():
@@ -41,7 +41,7 @@ figures without numbers; where it gives numbers, they stand beside ours."""
 
 
 def scaled_down(raw: Raw) -> str:
-    """What differs from the paper, as far as pieces tell."""
+    """List the differences from the paper, based on the available pieces."""
     trained, shifted = raw["train"], raw["shift"]
     lines = [
         "- All networks come from one set of runs; there is no second one to tell chance from effect.",
@@ -70,18 +70,18 @@ def scaled_down(raw: Raw) -> str:
 
 
 def shown(name: str, what: str) -> str:
-    """A figure in the text."""
+    """Embed a figure."""
     return f"![{what}](ensembles_landscape/{name}.svg)"
 
 
 def tell_train(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """How accurate the runs are."""
+    """Report the accuracy of the runs."""
     rows = [["test accuracy, %", percent(PAPER_ACCURACY, 0), spread(piece["accuracy"], 1, 100)]]
     return "**The runs** (section 3)\n\n" + table(["", "paper", "ours"], rows)
 
 
 def tell_similarity(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. 2 (a, b) and 3."""
+    """Report Fig. 2 (a, b) and 3."""
     cosine, apart, divergence = (torch.tensor(piece["along"][key]) for key in ("cosine", "disagreement", "divergence"))
     labels = tuple(f"checkpoint {at}" for at in range(len(cosine)))
     figures["trajectory"] = Similarity(labels, ("run 0",) * len(labels), labels, cosine, apart, divergence).plot()
@@ -95,7 +95,7 @@ def tell_similarity(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str
 
 
 def tell_tsne(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. 2 (c) and 4."""
+    """Report Fig. 2 (c) and 4."""
     labels = tuple(f"{run}, {kind}" for run, kind in zip(piece["runs"], piece["kinds"], strict=True))
     points = torch.tensor(piece["points"])
     figures["map"] = FunctionMap(labels, tuple(piece["runs"]), tuple(piece["kinds"]), points).plot()
@@ -105,11 +105,11 @@ def tell_tsne(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def tell_planes(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. 5."""
+    """Report Fig. 5."""
     axes = tuple(torch.tensor(axis) for axis in piece["axes"])
     loss, accuracy, agreement = (torch.tensor(piece[key]) for key in ("loss", "accuracy", "agreement"))
     unknown = Scores(torch.zeros(2, 1))
-    alone = Frame(torch.zeros(2), torch.eye(2))  # the plane by itself, as the rest of weight space is not kept
+    alone = Frame(torch.zeros(2), torch.eye(2))  # only the plane is known: the rest of weight space was not saved
     at = torch.tensor(piece["coordinates"])
     found = Plane(axes, loss, accuracy, agreement, ("run 0", "run 1"), at, unknown, alone)
     ways = {f"way of {name}": torch.tensor(way) for name, way in piece["paths"].items() if name != "diagonal"}
@@ -127,7 +127,7 @@ def tell_planes(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def tell_tunnel(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. S2 and S3."""
+    """Report Fig. S2 and S3."""
     t, way, line, under = torch.tensor(piece["t"]), piece["tunnel"], piece["linear"], piece["stitched"]
     scores = {
         name: Scores(torch.column_stack([torch.tensor(one[key]) for key in ("loss", "accuracy", "agreement")]))
@@ -161,13 +161,13 @@ def tell_tunnel(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def valleys(alone: Mapping[str, Any]) -> float:
-    """How far the loss of the points of a path themselves, every other place of it, rises above the worse end's."""
+    """Return the rise of the loss at a path's points, every other place of it, above the worse end's."""
     losses: list[float] = alone["loss"][::2]
     return max(losses) - max(losses[0], losses[-1])
 
 
 def tell_diversity(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. 6."""
+    """Report Fig. 6."""
     runs, kinds = tuple(piece["runs"]), tuple(piece["kinds"])
     labels = tuple(f"{run}, {kind} {index}" for index, (run, kind) in enumerate(zip(runs, kinds, strict=True)))
     accuracy, disagreement = (torch.tensor(piece[key], dtype=torch.float64) for key in ("accuracy", "disagreement"))
@@ -183,7 +183,7 @@ def tell_diversity(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def tell_subspaces(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. 8, and how diverse the draws are."""
+    """Report Fig. 8, and the diversity of the draws."""
     kinds = tuple(piece["accuracy"])
     parts = [torch.tensor(list(piece[key].values())) for key in ("accuracy", "brier", "divergence")]
     runs = tuple(f"run {run}" for run in range(parts[0].shape[1]))
@@ -216,7 +216,7 @@ def tell_subspaces(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def tell_shift(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Fig. 9, and SVHN."""
+    """Report Fig. 9, and SVHN."""
     methods, severities = list(piece["methods"]), piece["severities"]
     parts = [torch.tensor(piece[key]).unsqueeze(1) for key in ("accuracy", "brier", "divergence")]
     names = tuple(NAMES.get(method, method) for method in methods)
@@ -246,7 +246,7 @@ def tell_shift(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def tell_reach(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
-    """Why random draws differ less than the paper's."""
+    """Report why random draws differ less than the paper's."""
     rows = [
         [number(length, 0), percent(accuracy), number(divergence)]
         for length, accuracy, divergence in zip(piece["lengths"], piece["accuracy"], piece["svhn"], strict=True)

@@ -1,4 +1,4 @@
-"""What the project's README says about quality: a few rows of the results, put between two marks of its text."""
+"""Quality numbers in the project's README: a few rows of the results, inserted between two marks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = ("single", "packed", "masksembles", "deep")
 
 
 def headline(raw: Raw) -> str:
-    """Methods beside the single network, from the runs of Packed-Ensembles' Table 1, and what they ran on."""
+    """Compare methods with the single network, from the runs of Packed-Ensembles' Table 1, and name the machines."""
     rows = []
     for method in SHOWN:
         if found := results_of(raw, method):
@@ -26,7 +26,7 @@ def headline(raw: Raw) -> str:
 
 
 def with_headline(text: str, raw: Raw) -> str:
-    """The text with what is between the marks made anew.
+    """Regenerate the text between the marks.
 
     >>> from pathlib import Path
     >>> print(with_headline(f"before\\n{BEGIN}\\nold\\n{END}\\nafter", Raw(Path("nowhere"))).count("old"))

@@ -1,4 +1,4 @@
-"""What Fort, Hu and Lakshminarayanan (2019) say, and whether the numbers of our runs say so too."""
+"""Claims of Fort, Hu and Lakshminarayanan (2019), and whether the numbers of our runs support them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NAMES = {
 }
 SUBSPACES = ("random", "diagonal", "low_rank", "mc dropout")
 NEAR = 0.9
-"""Draws that keep this share of the reference's accuracy are compared with independent runs."""
+"""Share of the reference's accuracy that draws must keep to be compared with independent runs."""
 
 
-# -- what is read from the pieces ---------------------------------------------------------------------------
+# -- values from the pieces ---------------------------------------------------------------------------------
 
 
 def on_path(under: Mapping[str, Any]) -> tuple[list[float], list[list[float]]]:
-    """Test accuracy at the places of a stitched landscape that are on the path, and agreement with both ends."""
+    """Return test accuracies on the path of a stitched landscape, and agreements with both ends."""
     at = min(range(len(under["share"])), key=lambda index: abs(under["share"][index] - 1))
     first, second = under["agreement"]
     accuracies = [row[at] for row in under["accuracy"]]
@@ -46,12 +46,12 @@ def on_path(under: Mapping[str, Any]) -> tuple[list[float], list[list[float]]]:
 
 
 def middle_of(values: Sequence[Any]) -> Any:
-    """What is in the middle of a path."""
+    """Return the middle value of a path."""
     return values[len(values) // 2]
 
 
 def near(piece: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The normalised diversity of solutions that are nearly as accurate as the reference, by kind."""
+    """Return the normalised diversity of solutions nearly as accurate as the reference, by kind."""
     accuracy, disagreement = (torch.tensor(piece[key], dtype=torch.float64) for key in ("accuracy", "disagreement"))
     diversity, least = normalised(disagreement, accuracy), NEAR * accuracy[piece["reference"]]
     home = piece["runs"][piece["reference"]]
@@ -67,7 +67,7 @@ def near(piece: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def claims(raw: Raw) -> list[Claim]:
-    """What the paper says, and whether our numbers say so too; the docstring of each judge is its claim."""
+    """Check the paper's claims against our numbers; the docstring of each judge is its claim."""
     found = []
     for judge, *names in JUDGES:
         pieces = [raw[name] for name in names]
@@ -77,7 +77,7 @@ def claims(raw: Raw) -> list[Claim]:
 
 
 def listed(values: Mapping[str, float]) -> str:
-    """Numbers by name, in one line."""
+    """Format numbers by name, in one line."""
     return ", ".join(f"{NAMES.get(name, name)} {number(value)}" for name, value in values.items())
 
 
@@ -171,4 +171,4 @@ JUDGES: tuple[tuple[Any, ...], ...] = (
     (under_shift, "shift"),
     (tunnelled, "tunnel", "similarity"),
 )
-"""Each with the pieces that it reads."""
+"""Judges with the pieces that they use."""

@@ -1,4 +1,4 @@
-"""Packed-Ensembles (Laurent et al., 2023), Table 1: what a single network's price buys."""
+"""Packed-Ensembles (Laurent et al., 2023), Table 1: quality at the cost of a single network."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Read = Callable[[dict[str, Any]], float]
 
 
 def score(name: str) -> Read:
-    """A score of a job."""
+    """Return a reader of a job's score."""
     return lambda result: result["scores"][name]
 
 
 def cost(name: str, unit: float = 1.0) -> Read:
-    """A cost of a job."""
+    """Return a reader of a job's cost."""
     return lambda result: result["costs"][name] / unit
 
 
@@ -55,11 +55,11 @@ COLUMNS: dict[str, tuple[Read, float, int]] = {
     "parameters, M": (cost("parameters", 1e6), 1, 2),
     "mult-adds, G": (cost("multiply_adds", 1e9), 1, 2),
 }
-"""Of each column: how it is read, by what it is multiplied, and how many digits are told."""
+"""Reader, factor and number of digits of each column."""
 
 
 def section(raw: Raw) -> Section:
-    """Table 1, and what it must show."""
+    """Write Table 1, and check its claims."""
     found = {method: results_of(raw, method) for method in METHODS}
     text = f"""ResNet-18 on CIFAR-10, four members, re-derived SVHN as what is foreign, told by the highest probability.
 Numbers are ours, with the deviation over seeds where there are several, and the paper's (means of five runs) in
@@ -80,7 +80,7 @@ beside the single network's in the same process, inference (images a second, 256
 
 
 def results_of(raw: Raw, method: str) -> list[dict[str, Any]]:
-    """The results of a method, one a seed; `packed-0` is of packed, and `packed_1-0` is not."""
+    """Return the results of a method, one per seed; `packed-0` belongs to packed, but `packed_1-0` does not."""
     return [result for name, result in raw.matching(method).items() if name.rpartition("-")[0] == method]
 
 

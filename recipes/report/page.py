@@ -1,4 +1,4 @@
-"""The page of results: the papers' claims, and a section for each recipe, with what it was done with."""
+"""The page of results: the papers' claims, and a section per recipe with its provenance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "tables": ("tables",),
     "vit_cifar10": ("vit_cifar10",),
 }
-"""The sections in their order, each a module of this package, and the folders of raw files that it reads."""
+"""Sections in order, each a module of this package, and the folders of raw files it reads."""
 
 HEAD = """# Results
 
@@ -51,7 +51,7 @@ class Page:
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Of the recipes of which something has been measured."""
+        """Sections of recipes with measurements."""
         found = {}
         for name, folders in SECTIONS.items():
             raws = [self.raws[folder] for folder in folders]
@@ -63,7 +63,7 @@ class Page:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """By the way to their files, without the suffix."""
+        """Figures by file path without suffix."""
         return {
             f"{name}/{file}": figure
             for name, section in self.sections.items()
@@ -99,7 +99,7 @@ class Page:
         return "\n".join(["### What does not show, and why, as far as it was found out\n", *lists]) if lists else ""
 
     def _made(self, name: str) -> str:
-        """What the pieces were done with."""
+        """Write the provenance of the pieces."""
         if name not in SECTIONS:
             return ""
         pieces = [piece for folder in SECTIONS[name] for piece in self.raws[folder].pieces.values()]

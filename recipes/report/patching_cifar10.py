@@ -37,7 +37,7 @@ BY_DRAWS = {
 
 
 def section(raw: Raw) -> Section:
-    """Calibration by method, and by the number of draws."""
+    """Report calibration by method, and by the number of draws."""
     found = {method: raw[f"{method}-0"] for method in METHODS if f"{method}-0" in raw}
     text = f"""ResNet-18 on CIFAR-10. The paper's numbers, in brackets, are of ResNet-18 on ImageNet: the order of the
 methods can be compared, the size of the numbers cannot. Calibration errors are over 20 bins, of which those with 5
@@ -61,7 +61,7 @@ SCORES = ["accuracy %", "ECE %", "MCE %", "NLL"]
 
 
 def _scores(scores: dict[str, float], paper: Sequence[float | None]) -> list[str]:
-    """The cells of `SCORES`; `paper` has the first three of them."""
+    """Return the cells of `SCORES`; `paper` has the first three of them."""
     digits = {"accuracy": 1, "ece": 2, "mce": 1}
     both = [_with_paper(scores[name], of, digits[name]) for name, of in zip(digits, paper, strict=True)]
     return [*both, number(scores["nll"])]

@@ -1,4 +1,4 @@
-"""What the page says about ensemble model patching on the UCI sets: Tables 12 and 13 of Chang et al. (2019)."""
+"""Page section on ensemble model patching on the UCI sets: Tables 12 and 13 of Chang et al. (2019)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 METHODS = {"ecmp": "ECMP", "emp": "EMP", "dropout": "dropout", "ensemble": "ensemble"}
 COLUMNS = {**METHODS, "norm": "batch norm alone"}
-"""The paper's, and a control of ours."""
+"""The paper's methods, and our control."""
 
 NAMES = {
     "boston": "Boston",
@@ -28,7 +28,7 @@ NAMES = {
     "yacht": "Yacht",
 }
 DIGITS = {"kin8nm": 4, "naval": 5, "wine": 3}
-"""Decimals of errors, where two are too few."""
+"""Decimals of errors, if not two."""
 
 Paper = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -59,11 +59,11 @@ TABLE_13: Paper = {
 """Test log predictive density and its standard error."""
 
 AHEAD = 8
-"""In how many of the nine sets EMP or ECMP is the best of the paper, at its two decimals: all but Power, in both."""
+"""Number of the nine sets in which EMP or ECMP is best in the paper, at two decimals: all but Power, in both tables."""
 
 
 def section(raw: Raw) -> Section:
-    """Tables 12 and 13, ours beside the paper's."""
+    """Write Tables 12 and 13, with ours next to the paper's."""
     measured = [name for name in NAMES if name in raw]
     figure = {"relative": relative(raw, measured)} if measured else {}
     parts = [
@@ -118,7 +118,7 @@ What the paper leaves open, or what differs:
 
 
 def scaled_down(raw: Raw, measured: Sequence[str]) -> str:
-    """What was done for each set, and how long it took."""
+    """Report the work per set, and its time."""
     rows = []
     for name in measured:
         result, about = raw[name], raw.pieces[name]
@@ -135,7 +135,7 @@ def scaled_down(raw: Raw, measured: Sequence[str]) -> str:
 
 
 def beside(raw: Raw, measured: Sequence[str], what: str, paper: Paper, digits: Callable[[str], int]) -> str:
-    """Our numbers of each set, and the paper's below them where it has some."""
+    """Tabulate our numbers for each set, with the paper's below them if given."""
     rows = []
     for name in measured:
         ours = [spread_of(raw[name]["methods"].get(method, {}).get(what), digits(name)) for method in COLUMNS]
@@ -146,12 +146,12 @@ def beside(raw: Raw, measured: Sequence[str], what: str, paper: Paper, digits: C
 
 
 def printed(mean: float, error: float) -> str:
-    """As the paper has it."""
+    """Format a number of the paper."""
     return f"{mean:.2f} ± {error:.2f}"
 
 
 def spread_of(values: Sequence[float] | None, digits: int) -> str:
-    """The mean over splits, and its standard error."""
+    """Format the mean over splits and its standard error."""
     if not values:
         return MISSING
     mean = number(statistics.fmean(values), digits)
@@ -159,7 +159,7 @@ def spread_of(values: Sequence[float] | None, digits: int) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean.
+    """Return the standard error of the mean.
 
     >>> standard_error([1.0, 3.0])
     1.0
@@ -168,7 +168,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def own_units(raw: Raw) -> str:
-    """Yacht with targets as they are."""
+    """Report Yacht with unscaled targets."""
     result = raw["yacht-own"]
     if result is None:
         return ""
@@ -186,7 +186,7 @@ def own_units(raw: Raw) -> str:
 
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
-    """Errors over those of dropout, ours and the paper's; Naval is left out of the paper's, which are 0.00 and 0.01."""
+    """Plot errors relative to dropout's, ours and the paper's; the paper's Naval (0.00 and 0.01) is left out."""
     from multitudes.landscape.figures import COLOURS, figure, graph_objects
 
     fig = figure("RMSE over that of dropout", "", "RMSE / RMSE of dropout")
@@ -209,12 +209,12 @@ def relative(raw: Raw, measured: Sequence[str]) -> Figure:
 
 
 def means(result: Mapping[str, Any], what: str) -> dict[str, float]:
-    """The mean over splits, for each method."""
+    """Return the mean over splits, per method."""
     return {method: statistics.fmean(numbers[what]) for method, numbers in result["methods"].items()}
 
 
 def claims(raw: Raw) -> list[Claim]:
-    """What the paper says of its tables; measured where all nine sets are, at full scale."""
+    """Check the paper's claims about its tables; needs all nine sets at full scale."""
     complete = all(name in raw and raw.pieces[name]["scale"] == "full" for name in NAMES)
     found = []
     for what, word, best in (("rmse", "lowest RMSE", min), ("log_density", "highest log density", max)):
@@ -246,14 +246,14 @@ def claims(raw: Raw) -> list[Claim]:
 
 
 def patched_is_best(result: Mapping[str, Any], what: str, best: Callable[..., float]) -> bool:
-    """Whether none of the others is ahead of both EMP and ECMP, at the paper's two decimals."""
+    """Return whether no other method beats both EMP and ECMP, at the paper's two decimals."""
     rounded = {method: round(mean, 2) for method, mean in means(result, what).items() if method in METHODS}
     return best(rounded["ecmp"], rounded["emp"]) == best(rounded.values())
 
 
 def compared(result: Mapping[str, Any], method: str, other: str) -> int:
-    """-1 where the method's error is lower than the other's, 1 where it is higher, 0 where two standard errors of the
-    differences on the same splits do not tell."""
+    """Compare a method's error with another's: -1 if lower, 1 if higher, 0 if the mean difference on the same splits
+    is within two standard errors."""
     errors = (result["methods"][each]["rmse"] for each in (method, other))
     differences = [a - b for a, b in zip(*errors, strict=True)]
     mean = statistics.fmean(differences)

@@ -1,4 +1,4 @@
-"""The raw files of the results, and how their numbers are written and drawn."""
+"""Read the raw files of the results, and format and plot their numbers."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 __all__ = ["MISSING", "Claim", "Raw", "Section", "line_figure", "mean_of", "number", "percent", "spread", "table"]
 
 MISSING = "–"
-"""What a table says where there is no number: the paper gives none, or it was not measured."""
+"""Table cell without a number: not in the paper, or not measured."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must show in the results."""
+    """A claim to be checked against the results."""
 
     text: str
     holds: bool | None
-    """None where it has not been measured."""
+    """None if not measured."""
     numbers: str = ""
-    """The numbers that it is read from."""
+    """The numbers it is based on."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says about one recipe."""
+    """The page's section on one recipe."""
 
     title: str
     text: str
-    """Markdown: what was done, the tables with the paper's numbers beside ours, what was scaled down, what differs."""
+    """Markdown: method, tables with the paper's numbers next to ours, reductions in scale, and differences."""
     claims: Sequence[Claim] = ()
     figures: dict[str, Figure] = field(default_factory=dict)
-    """Plotly figures by the name of their file in the recipe's folder; `text` shows them: `![...](RECIPE/NAME.svg)`."""
+    """Plotly figures by file name in the recipe's folder; `text` embeds them: `![...](RECIPE/NAME.svg)`."""
 
 
 class Raw:
-    """The pieces of a recipe: `raw["layer"]` is the result of a piece, and None where there is none."""
+    """The pieces of a recipe: `raw["layer"]` is the result of a piece, or None."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +57,7 @@ class Raw:
         return self.pieces[piece]["result"] if piece in self.pieces else None
 
     def matching(self, start: str) -> dict[str, Any]:
-        """The results of all pieces whose names begin so: those of several seeds, `single-0`, `single-1`."""
+        """Return the results of all pieces with this prefix, such as several seeds: `single-0`, `single-1`."""
         return {name: piece["result"] for name, piece in self.pieces.items() if name.startswith(start)}
 
 
@@ -65,7 +65,7 @@ class Raw:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number, or that there is none.
+    """Format a number, or a dash for None.
 
     >>> number(0.12345), number(None)
     ('0.123', '–')
@@ -74,7 +74,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share, in percent.
+    """Format a share in percent.
 
     >>> percent(0.9345)
     '93.5'
@@ -83,13 +83,13 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of what there is."""
+    """Return the mean, ignoring None; None if there are no values."""
     found = [value for value in values if value is not None]
     return statistics.fmean(found) if found else None
 
 
 def spread(values: Iterable[float | None], digits: int = 3, scale: float = 1.0) -> str:
-    """The mean over seeds, and with two or more of them the deviation.
+    """Format the mean over seeds, with the standard deviation for two or more.
 
     >>> spread([0.1, 0.3]), spread([0.1])
     ('0.200 ± 0.141', '0.100')
@@ -102,7 +102,7 @@ def spread(values: Iterable[float | None], digits: int = 3, scale: float = 1.0) 
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers.
+    """Format a Markdown table; the first column is text, the others are numbers.
 
     >>> print(table(["method", "NLL"], [["single", "0.2"]]))
     | method | NLL |
@@ -114,7 +114,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def line_figure(title: str, x: str, y: str, at: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Curves by name over the same places, `at`; `x` and `y` are the titles of the axes."""
+    """Plot curves by name over the positions `at`; `x` and `y` are the titles of the axes."""
     from multitudes.landscape.figures import DASHES, figure, graph_objects
 
     fig = figure(title, x, y)

@@ -1,7 +1,7 @@
-"""Why some claims do not show, as far as it was found out.
+"""Known reasons why some claims do not hold.
 
-By section, and by a part of the claim's text. A reason stands on the page only where its claim does not hold; it may
-have the papers' numbers in it, and none of ours.
+Reasons are listed by section and by a part of the claim's text. A reason appears on the page only if its claim fails.
+It may contain the papers' numbers, but none of ours.
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ REASONS: Mapping[str, Mapping[str, str]] = {
 
 
 def reasons_for(name: str, claims: Sequence[Claim]) -> dict[str, str]:
-    """Those of a section's reasons whose claims do not hold, by the part of the claim that they are about."""
+    """Return a section's reasons for failed claims, by the part of the claim that they match."""
     failed = [claim.text for claim in claims if claim.holds is False]
     return {part: reason for part, reason in REASONS.get(name, {}).items() if any(part in text for text in failed)}

@@ -1,4 +1,4 @@
-"""What the page says about spatial smoothing on CIFAR-10: Park & Kim (2022)."""
+"""Page section on spatial smoothing on CIFAR-10: Park & Kim (2022)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PAPER_SCORES = {
         "smooth_dropout": (0.197, 93.3, 0.68),
     },
 }
-"""Table E.1, CIFAR-10: NLL, accuracy and ECE in percent; it has VGG-19 there, and VGG-16 for CIFAR-100 alone."""
+"""Table E.1, CIFAR-10: NLL, accuracy and ECE in percent; it has VGG-19 there, and VGG-16 only for CIFAR-100."""
 
 
 def section(raw: Raw, resnet18: Raw, vgg16: Raw) -> Section:
-    """The two studies, and what was measured of networks beside them."""
+    """Report the two studies, and further measurements of networks."""
     studies = {"resnet18": found_in(resnet18), "vgg16": found_in(vgg16)}
     made: dict[str, Figure] = {}
     parts = [INTRODUCTION, _settings(studies)]
@@ -93,11 +93,11 @@ def _scores(network: str, found: Found) -> str:
 
 
 Curves = dict[str, dict[str, dict[str, dict[int, float]]]]
-"""By network, method and score: the mean over seeds for each size or severity."""
+"""Mean over seeds for each size or severity, by network, method and score."""
 
 
 def _curves(studies: Mapping[str, Found], by: Callable[[Seeds, str], dict[int, float]]) -> Curves:
-    """Those that were measured."""
+    """Collect the measured curves."""
     found: Curves = {}
     for network, methods in studies.items():
         for method, seeds in methods.items():
@@ -108,7 +108,7 @@ def _curves(studies: Mapping[str, Found], by: Callable[[Seeds, str], dict[int, f
 
 
 def _nll_table(curves: Curves, head: str, chosen: str = "") -> str:
-    """The NLL by size or severity, of the methods whose names have `chosen` in them."""
+    """Tabulate the NLL by size or severity, for methods whose names contain `chosen`."""
     places = sorted({place for each in curves.values() for curve in each.values() for place in curve["nll"]})
     rows = [
         [f"{network}, {method}", *(number(curve["nll"].get(place)) for place in places)]
@@ -120,7 +120,7 @@ def _nll_table(curves: Curves, head: str, chosen: str = "") -> str:
 
 
 def _sizes(studies: Mapping[str, Found], made: dict[str, Figure]) -> str:
-    """Fig. 3: scores against the number of draws."""
+    """Report Fig. 3: scores against the number of draws."""
     curves = _curves(studies, by_size)
     if not curves:
         return ""
@@ -131,7 +131,7 @@ def _sizes(studies: Mapping[str, Found], made: dict[str, Figure]) -> str:
 
 
 def _corruptions(studies: Mapping[str, Found], made: dict[str, Figure]) -> str:
-    """Fig. 9 and E.2, by severity."""
+    """Report Fig. 9 and E.2: scores by severity."""
     curves = _curves(studies, by_severity)
     if not curves:
         return ""

@@ -1,4 +1,4 @@
-"""What Park & Kim (2022) say about spatial smoothing, and whether the numbers of our networks say so too."""
+"""Claims of Park & Kim (2022) about spatial smoothing, and whether the numbers of our networks support them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ HANDFUL = 5
 
 Seeds = list[dict[str, Any]]
 Found = dict[str, Seeds]
-"""The results of each method, one a seed."""
+"""Results of each method, one per seed."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------
 
 
 def found_in(raw: Raw) -> Found:
-    """What a study has measured."""
+    """Return the results of a study by method."""
     return {method: list(raw.matching(f"{method}-").values()) for method in METHODS}
 
 
 def score(seeds: Seeds, name: str) -> list[float | None]:
-    """A score of each seed."""
+    """Return a score of each seed."""
     return [result["scores"].get(name) for result in seeds]
 
 
 def by_size(seeds: Seeds, name: str) -> dict[int, float]:
-    """The mean over seeds for each ensemble size."""
+    """Return the mean over seeds for each ensemble size."""
     found: dict[int, list[float]] = {}
     for result in seeds:
         for size, value in zip(result["by_size"]["sizes"], result["by_size"].get(name, []), strict=False):
@@ -44,7 +44,7 @@ def by_size(seeds: Seeds, name: str) -> dict[int, float]:
 
 
 def smallest(curve: Mapping[int, float], goal: float) -> int | None:
-    """The fewest draws whose NLL is at or below the goal.
+    """Return the fewest draws whose NLL is at or below the goal.
 
     >>> smallest({1: 0.3, 2: 0.2, 5: 0.1}, 0.2)
     2
@@ -53,7 +53,7 @@ def smallest(curve: Mapping[int, float], goal: float) -> int | None:
 
 
 def by_severity(seeds: Seeds, name: str) -> dict[int, float]:
-    """A score on corrupted images, the mean over seeds for each severity."""
+    """Return a score on corrupted images, averaged over seeds, by severity."""
     means = {level: mean_of(score(seeds, f"shift/mean/{level}/{name}")) for level in range(1, 6)}
     return {level: value for level, value in means.items() if value is not None}
 
@@ -62,7 +62,7 @@ def by_severity(seeds: Seeds, name: str) -> dict[int, float]:
 
 
 def claims(studies: Mapping[str, Found], raw: Raw) -> list[Claim]:
-    """Of both networks, and of what was measured of ResNet-18 beside its scores."""
+    """Check the claims for both networks, and those about further measurements of ResNet-18."""
     found = []
     for key, own in studies.items():
         network = NETWORKS[key]
@@ -86,7 +86,7 @@ def _few_draws(network: str, found: Found) -> list[Claim]:
 
 
 def _better(network: str, found: Found) -> list[Claim]:
-    """Table E.1: each score by itself."""
+    """Check Table E.1: each score by itself."""
     nll, right, ece = (
         {method: mean_of(score(found[method], name)) for method in METHODS} for name in ("nll", "accuracy", "ece")
     )
@@ -104,13 +104,13 @@ def _share(value: float) -> str:
 
 
 def _firmer(network: str, found: Found) -> Claim:
-    """Fig. 9."""
+    """Check Fig. 9."""
     means = {method: mean_of(by_severity(found[method], "nll").values()) for method in METHODS}
     return _lower(f"{network}: smoothing lowers the NLL on corrupted images, with MC dropout and without", means)
 
 
 def _lower(text: str, values: Mapping[str, float | None], told: Callable[[float], str] = number) -> Claim:
-    """Whether smoothing lowers both values."""
+    """Check that smoothing lowers both values."""
     known = {method: value for method, value in values.items() if value is not None}
     if len(known) < len(METHODS):
         return Claim(text, None)
@@ -128,7 +128,7 @@ def _steadier(result: Mapping[str, Any] | None) -> Claim:
 
 
 def _safer(result: Mapping[str, Any] | None) -> Claim:
-    """Table E.2."""
+    """Check Table E.2."""
     means = {}
     for method in METHODS:
         own = (result or {}).get(method, {})

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["by_severity", "by_size", "logarithms", "planes", "spectra"]
 
 Curves = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]
-"""Of each network and method, the scores by name: `{size or severity: value}`."""
+"""Scores by name, `{size or severity: value}`, for each network and method."""
 
 SCORES = {"nll": "NLL", "accuracy": "accuracy %", "ece": "ECE %"}
 
 
 def by_size(curves: Curves) -> Figure:
-    """Fig. 3: NLL, accuracy and ECE against the number of draws; what does not draw is a line."""
+    """Fig. 3: NLL, accuracy and ECE against the number of draws; deterministic networks are horizontal lines."""
     fig = _panels(curves, lambda curve: len(curve) > 1)
     return fig.update_xaxes(type="log", title_text="draws", tickvals=[1, 2, 5, 10, 20, 50])
 
@@ -31,7 +31,7 @@ def by_severity(curves: Curves) -> Figure:
 
 
 def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Figure:
-    """A row a network, a column a score."""
+    """Plot one row per network and one column per score."""
     fig = _subplots(len(curves), len(SCORES), [f"{net}: {name}" for net in curves for name in SCORES.values()])
     methods = list(dict.fromkeys(method for each in curves.values() for method in each))
     told = set()
@@ -57,7 +57,7 @@ def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Fi
 
 
 def _extent(methods: Mapping[str, Mapping[str, Mapping[int, float]]], name: str) -> list[int]:
-    """From the fewest to the most draws of any method."""
+    """Return the fewest and the most draws of any method."""
     every = [at for scores in methods.values() for at in scores[name]]
     return [min(every), max(every)]
 
@@ -87,7 +87,7 @@ def planes(found: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def logarithms(loss: list[list[float | None]]) -> list[list[float | None]]:
-    """log10 of losses, None where there is none."""
+    """Return log10 of losses, keeping None."""
     return [[None if value is None else math.log10(max(value, 1e-6)) for value in line] for line in loss]
 
 

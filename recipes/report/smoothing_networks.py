@@ -1,4 +1,4 @@
-"""What the page says about networks with spatial smoothing beside their scores: `recipes/smoothing.py`."""
+"""Page section on networks with spatial smoothing, beyond their scores: `recipes/smoothing.py`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAPER_HEADS = {"mlp": (0.0076, 1.040, 74.8, 9.55), "gap": (0.0124, 0.841, 77.5, 
 
 
 def measured(raw: Raw, made: dict[str, Figure]) -> list[str]:
-    """What there is, piece by piece."""
+    """Report the available pieces."""
     parts = []
     if "consistency" in raw:
         parts.append(_consistency(raw["consistency"]))
@@ -178,7 +178,7 @@ def _planes(result: Mapping[str, Any], made: dict[str, Figure]) -> str:
 
 
 def roughness(values: list[list[float | None]]) -> float | None:
-    """How far a landscape is from straight between neighbours: the mean |second difference| along both axes.
+    """Return the roughness of a landscape: the mean absolute second difference along both axes.
 
     >>> roughness([[0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0]])
     1.0

@@ -1,4 +1,4 @@
-"""What the page says about tables: our estimators beside gradient boosting, a random forest and the package of TabM."""
+"""Page section on tables: our estimators compared with gradient boosting, a random forest and the package of TabM."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ METHODS = {
     "constant": "constant",
 }
 OURS, TREES, PLAIN = "tabm", ("boosting", "forest"), ("constant", "linear", "boosting")
-"""What the claims are about; what it must not fall behind; and what its log density is compared with."""
+"""Subject of the claims, models it must not fall behind, and references for its log density."""
 WITH_INTERVALS = ("tabm", "packed", "deep", "single", "boosting", "forest", "package")
 DIGITS = {"kin8nm": 4, "wine-red": 3, "energy": 3, "diabetes": 1}
-"""Decimals of errors, where two are too few or too many."""
+"""Decimals of errors, if not two."""
 REACH, FARTHEST, LEAST, MOST = 8, 0.1, 0.88, 0.92
-"""On how many tables not behind, by which share at most on the others, and how often intervals may hold the target."""
+"""Required number of tables not behind, maximum gap on the others, and bounds of the coverage."""
 
 Scores = Mapping[str, Sequence[float]]
 
 
 def section(raw: Raw) -> Section:
-    """Errors, log densities, scores and intervals of all methods on all tables, and the verdicts."""
+    """Write errors, log densities, scores and intervals of all methods on all tables, and the verdicts."""
     measured = [name for name in NAMES if scores_of(raw, name, OURS)]
     parts = [
         INTRODUCTION,
@@ -97,24 +97,24 @@ core. [Benchmarks](../benchmarks/README.md) have times of steps that were measur
 
 
 def scores_of(raw: Raw, name: str, method: str) -> Scores | None:
-    """The scores of a piece, lists of one number a split; None where it was not done."""
+    """Return the scores of a piece, lists with one number per split; None if it was not run."""
     result = raw[f"{name}-{method}"]
     return None if result is None else result["scores"]
 
 
 def is_regression(raw: Raw, name: str) -> bool:
-    """Whether the table has numbers as targets."""
+    """Return whether the table's targets are numbers."""
     scores = scores_of(raw, name, OURS)
     return scores is not None and "rmse" in scores
 
 
 def main_score(name: str) -> str:
-    """By what a table is judged."""
+    """Return the score that a table is judged by."""
     return "accuracy" if name in ("breast-cancer", "wine", "iris", "digits") else "rmse"
 
 
 def losses(raw: Raw, name: str, method: str, what: str | None = None) -> list[float] | None:
-    """A score of each split, turned so that lower is better; by default the one that the table is judged by."""
+    """Return a score of each split, negated if higher is better; the default is the main score."""
     scores, what = scores_of(raw, name, method), what or main_score(name)
     if scores is None or what not in scores:
         return None
@@ -122,7 +122,7 @@ def losses(raw: Raw, name: str, method: str, what: str | None = None) -> list[fl
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 of a single value.
+    """Return the standard error of the mean; 0 for a single value.
 
     >>> standard_error([1.0, 3.0])
     1.0
@@ -131,8 +131,8 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def compared(ours: Sequence[float], others: Sequence[float]) -> tuple[int, float]:
-    """-1 where ours is lower than the other on the same splits, 1 where it is higher, 0 within two standard errors; and
-    by which share of the other's mean it is higher.
+    """Compare errors on the same splits: -1 if ours is lower, 1 if higher, 0 within two standard errors; also return
+    the difference relative to the other's mean.
 
     >>> compared([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
     (-1, -0.5)
@@ -144,14 +144,14 @@ def compared(ours: Sequence[float], others: Sequence[float]) -> tuple[int, float
 
 
 def better_tree(raw: Raw, name: str) -> str | None:
-    """The tree model with the lower mean error; None where one was not measured."""
+    """Return the tree model with the lower mean error; None if one was not measured."""
     found = {tree: losses(raw, name, tree) for tree in TREES}
     known = {tree: statistics.fmean(values) for tree, values in found.items() if values}
     return min(known, key=known.__getitem__) if len(known) == len(TREES) else None
 
 
 def against_trees(raw: Raw, name: str) -> tuple[int, float] | None:
-    """How tabm compares with the better tree model."""
+    """Compare tabm with the better tree model."""
     tree, ours = better_tree(raw, name), losses(raw, name, OURS)
     others = None if tree is None else losses(raw, name, tree)
     return None if ours is None or others is None else compared(ours, others)
@@ -161,7 +161,7 @@ def against_trees(raw: Raw, name: str) -> tuple[int, float] | None:
 
 
 def sizes(raw: Raw, measured: Sequence[str]) -> str:
-    """Rows, features and classes of each table."""
+    """Tabulate rows, features and classes of each table."""
     rows = []
     for name in measured:
         result = raw[f"{name}-{OURS}"]
@@ -182,7 +182,7 @@ def beside(
     verdicts: bool = False,
     error: bool = True,
 ) -> str:
-    """A score of all methods on all tables."""
+    """Tabulate a score of all methods on all tables."""
     rows = []
     for name in measured:
         row = [NAMES[name]]
@@ -195,7 +195,7 @@ def beside(
 
 
 def spread_of(values: Sequence[float] | None, what: str, name: str, error: bool = True) -> str:
-    """The mean over splits, and its standard error."""
+    """Format the mean over splits and its standard error."""
     if not values:
         return MISSING
     scale = 100 if what == "accuracy" else 1
@@ -206,7 +206,7 @@ def spread_of(values: Sequence[float] | None, what: str, name: str, error: bool 
 
 
 def verdict(found: tuple[int, float] | None) -> str:
-    """In words.
+    """Format a verdict.
 
     >>> verdict((1, 0.052)), verdict((0, -0.01)), verdict((-1, -0.2))
     ('behind by 5.2 %', 'level (1.0 % ahead)', 'ahead by 20.0 %')
@@ -221,7 +221,7 @@ def verdict(found: tuple[int, float] | None) -> str:
 
 
 def intervals(raw: Raw, measured: Sequence[str]) -> str:
-    """Coverage in percent, and the mean width."""
+    """Tabulate the coverage in percent, and the mean width."""
     rows = []
     for name in measured:
         row = [NAMES[name]]
@@ -238,14 +238,14 @@ def intervals(raw: Raw, measured: Sequence[str]) -> str:
 
 
 def missing(raw: Raw, measured: Sequence[str]) -> str:
-    """Which methods were not measured, and on which tables."""
+    """List the methods that were not measured, and on which tables."""
     gaps = {label: [NAMES[n] for n in measured if f"{n}-{method}" not in raw] for method, label in METHODS.items()}
     told = "; ".join(f"{label} on {', '.join(names)}" for label, names in gaps.items() if names)
     return f"Not measured: {told}." if told else ""
 
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
-    """Errors over those of the better tree model: RMSE, or the share of accuracy that is missing."""
+    """Plot errors relative to the better tree model's: RMSE, or lost accuracy."""
     from multitudes.landscape.figures import COLOURS, figure, graph_objects
 
     fig = figure("Errors over those of the better tree model", "", "RMSE or accuracy lost, relative")
@@ -267,7 +267,7 @@ def relative(raw: Raw, measured: Sequence[str]) -> Figure:
 
 
 def claims(raw: Raw, measured: Sequence[str]) -> list[Claim]:
-    """What these tables shall show; measured where all eleven are, at full scale."""
+    """Check the claims about these tables; needs all eleven at full scale."""
     full = all(piece["scale"] == "full" for piece in raw.pieces.values())
     complete = full and len(measured) == len(NAMES)
     found = {name: against_trees(raw, name) for name in measured}
@@ -326,7 +326,7 @@ def _coverage(raw: Raw, measured: Sequence[str], complete: bool) -> Claim:
 
 
 def _densities(raw: Raw, measured: Sequence[str], complete: bool, numbers: bool) -> Claim:
-    """About the log density of tables of numbers, or the log probability of those of classes."""
+    """Check the log density on tables of numbers, or the log probability on those of classes."""
     behind, known = [], 0
     for name in measured:
         for other in PLAIN if is_regression(raw, name) == numbers else ():

@@ -1,4 +1,4 @@
-"""Attacks on variance networks, beside what the paper says of its Figure 2 and in Table 1."""
+"""Page section on attacks on variance networks, compared with the paper's Figure 2 and Table 1."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ TABLE_1 = {"dropout": (91.0, 93.1, 93.4), "variance": (91.3, 10.0, 93.4)}
 """VGG-like network on CIFAR-10: stochastic, deterministic and ensemble accuracy in percent."""
 
 CURVES = ("dropout, deterministic", "dropout", "deep ensemble", "variance", "variance ensemble")
-"""Figure 2. The paper prints no numbers for them."""
+"""Curves of Figure 2. The paper prints no numbers for them."""
 
 PIECES = ("dropout-0", "variance-0", "deep_ensemble", "variance_ensemble")
 CHANCE = 0.2
-"""A deterministic accuracy below this counts as near chance, which is 0.1."""
+"""Threshold for a deterministic accuracy to count as near chance, which is 0.1."""
 
 START = -5.0
-"""log alpha, where training begins."""
+"""Initial log alpha."""
 RATE = 1e-3
-"""Of all other parameters."""
+"""Learning rate of all other parameters."""
 
 
 def section(raw: Raw) -> Section:
-    """What the page says about it, from the raw files alone."""
+    """Write the section, using only the raw files."""
     curves = attacks(raw)
     text = [_done(raw), _accuracies(raw), _alphas(raw), _attacks(raw, curves)]
     figures: dict[str, Figure] = {}
@@ -48,7 +48,7 @@ def section(raw: Raw) -> Section:
 
 
 def attacks(raw: Raw) -> dict[str, dict[str, list[float]]]:
-    """The curves that there are, in the figure's order."""
+    """Return the available curves, in the figure's order."""
     found: dict[str, dict[str, list[float]]] = {}
     for piece in PIECES:
         found |= (raw[piece] or {}).get("attacks", {})
@@ -91,7 +91,7 @@ def _accuracies(raw: Raw) -> str:
 
 
 def _alphas(raw: Raw) -> str:
-    """How far log alpha got, and how far it could."""
+    """Report the final log alpha, and how far it could have got."""
     nets = list(raw.matching("variance-").values())
     layers = nets[0]["log_alpha"] if nets else {}
     mean = {layer: mean_of(net["log_alpha"].get(layer) for net in nets) for layer in layers}
@@ -113,11 +113,11 @@ def _alphas(raw: Raw) -> str:
 
 
 def driven(steps: int, rate: float, memory: float) -> float:
-    """Where Adam takes log alpha by the divergence alone, at a rate that falls linearly to 0."""
+    """Return the log alpha that Adam reaches by the divergence alone, at a rate that falls linearly to 0."""
     log_alpha, mean, square = START, 0.0, 0.0
     for step in range(steps):
         tail, bend = (1 / (1 + math.exp(u)) for u in (log_alpha, K2 + K3 * log_alpha))
-        gradient = -0.5 * tail - K1 * K3 * bend * (1 - bend)  # of eq. (10), per weight: Adam minds no factor
+        gradient = -0.5 * tail - K1 * K3 * bend * (1 - bend)  # of eq. (10), per weight: Adam is invariant to scale
         mean, square = 0.9 * mean + 0.1 * gradient, memory * square + (1 - memory) * gradient**2
         corrected = mean / (1 - 0.9 ** (step + 1)) / math.sqrt(square / (1 - memory ** (step + 1)))
         log_alpha -= rate * (1 - step / steps) * corrected
@@ -153,7 +153,7 @@ def _attacks(raw: Raw, curves: dict[str, dict[str, list[float]]]) -> str:
 
 
 def claims(raw: Raw) -> list[Claim]:
-    """What the paper says of the figure."""
+    """Check the paper's claims about the figure."""
     curves = attacks(raw)
     success = {name: mean_of(curve["success"]) for name, curve in curves.items()}
     rise = {name: curve["entropy"][-1] - curve["entropy"][0] for name, curve in curves.items()}
@@ -197,6 +197,6 @@ def _rising(rise: dict[str, float]) -> Claim:
 
 
 def curve_figure(curves: dict[str, Any], key: str, title: str, axis: str, factor: float) -> Figure:
-    """A half of Figure 2."""
+    """Plot one half of Figure 2."""
     values = {name: [factor * value for value in curve[key]] for name, curve in curves.items()}
     return line_figure(title, "steps of the attack", axis, range(max(map(len, values.values()))), values)

@@ -1,4 +1,4 @@
-"""Variance networks on MNIST, beside the paper's Tables 1 and 2, Figures 3 to 5 and appendices B and D."""
+"""Page section on variance networks on MNIST, compared with Tables 1 and 2, Figures 3 to 5, appendices B and D."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ APPENDICES: dict[str, float] = {"student": 99.2, "zero": 99.2}
 """Ensemble accuracy with Student's prior (B; deterministic: "random guess") and zero-centred (D)."""
 
 LOG_ALPHA = 6.3
-"""What the first dense layer's reached (section 6.1)."""
+"""The paper's log alpha of the first dense layer (section 6.1)."""
 THRESHOLD = 1.5
 """log10 of kappa_0, Figure 3."""
 ZEROED = 0.98
-"""About so many of the layer's weights can be set to 0 without loss of accuracy (section 6.4)."""
+"""Approximate share of the layer's weights that can be set to 0 without loss of accuracy (section 6.4)."""
 
 NAMES = {
     "dropout": "dropout",
@@ -45,11 +45,11 @@ NAMES = {
     "phase": "layer-wise, softplus (6.4)",
 }
 CHANCE = 0.2
-"""A deterministic accuracy below this counts as near chance, which is 0.1."""
+"""Threshold for a deterministic accuracy to count as near chance, which is 0.1."""
 
 
 def section(raw: Raw) -> Section:
-    """What the page says about it, from the raw files alone."""
+    """Write the section, using only the raw files."""
     text = [_done(raw), _table_1(raw), _table_2(raw), _others(raw)]
     figures: dict[str, Figure] = {}
     if raw["phase"] is not None:
@@ -186,7 +186,7 @@ def _range(values: list[float] | None) -> str:
 
 
 def claims(raw: Raw) -> list[Claim]:
-    """What must show."""
+    """Check the claims."""
     return [
         _holds(raw, ("layer",), "Layer-wise, the ensemble's accuracy is 99 % or better",
                lambda layer: layer["ensemble"] >= 0.99, ("ensemble",)),
@@ -224,7 +224,7 @@ def _holds(raw: Raw, names: tuple[str, ...], text: str, holds: Any, shown: tuple
 
 
 def _emerging(result: dict[str, Any] | None) -> Claim:
-    """Figure 4."""
+    """Check Figure 4."""
     text = "Wherever the expectations fail (10 points below the ensemble), there are weights above kappa_0"
     failed = [look for look in (result or {}).get("curve", []) if look["deterministic"] < look["ensemble"] - 0.1]
     if not failed:
@@ -236,7 +236,7 @@ def _emerging(result: dict[str, Any] | None) -> Claim:
 
 
 def _sparse(result: dict[str, Any] | None) -> Claim:
-    """Figure 5."""
+    """Check Figure 5."""
     text = "95 % of the layer's weights or more can be set to 0 at a cost of 0.1 points at most"
     if result is None:
         return Claim(text, None)
@@ -250,7 +250,7 @@ def _sparse(result: dict[str, Any] | None) -> Claim:
 
 
 def transition(result: dict[str, Any]) -> Figure:
-    """Figure 4: accuracies over epochs; beside them log alpha."""
+    """Plot Figure 4: accuracies over epochs, with log alpha."""
     epochs = [look["epoch"] for look in result["curve"]]
     names = ("ensemble", "stochastic", "deterministic")
     curves = {name: [100 * look[name] for look in result["curve"]] for name in names}
@@ -263,7 +263,7 @@ def transition(result: dict[str, Any]) -> Figure:
 
 
 def kappas(result: dict[str, Any]) -> Figure:
-    """Figure 3: log10 |kappa| of the weights at the beginning, as the expectations begin to fail, and in the end."""
+    """Plot Figure 3: log10 |kappa| of the weights at the start, when the expectations begin to fail, and at the end."""
     from multitudes.landscape.figures import figure, graph_objects
 
     go = graph_objects()
@@ -280,14 +280,14 @@ def kappas(result: dict[str, Any]) -> Figure:
 
 
 def _moments(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last look before the expectations fail, the first after, and the last of all."""
+    """Return the last record before the expectations fail, the first one after, and the last of all."""
     failed = next((index for index, look in enumerate(curve) if look["deterministic"] < look["ensemble"] - 0.05), None)
     chosen = [0] if failed is None else [max(0, failed - 1), failed]
     return [curve[index] for index in dict.fromkeys([*chosen, len(curve) - 1])]
 
 
 def sparsity(result: dict[str, Any]) -> Figure:
-    """Figure 5, over the share of fixed weights."""
+    """Plot Figure 5, over the share of fixed weights."""
     shares, mean, zero = ([100 * point[key] for point in result["sparse"]] for key in ("fixed", "mean", "zero"))
     titles = ("Fixing the weights of small kappa", "weights that are fixed, %", "ensemble accuracy, %")
     fig = line_figure(*titles, shares, {"to expectations": mean, "to 0": zero})

@@ -1,4 +1,4 @@
-"""What the page says about a vision transformer: what each method's price buys on CIFAR-10."""
+"""Page section on a vision transformer: quality and cost of each method on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COLUMNS = {
     "AUROC %, max. probability": ("ood/svhn/max_probability/auroc", 100, 1),
     "AUROC %, entropy": ("ood/svhn/entropy/auroc", 100, 1),
 }
-"""Of each column: the score, by what it is multiplied, and how many digits are told."""
+"""Score, factor and number of digits of each column."""
 PRICES = ("single", "laplace", "heads", "packed", "deep")
 
 Scores = dict[str, list[float]]
 
 
 def section(raw: Raw) -> Section:
-    """Scores and prices of all methods, and the verdicts."""
+    """Write scores and costs of all methods, and the verdicts."""
     found = {method: scores for method in METHODS if (scores := scores_of(raw, method))}
     about = {name: MISSING for name in ("depth", "images", "epochs", "batch")} | (raw["deep"] or {})
     text = f"""Not of a paper: the methods on a transformer that is trained from scratch. The network is a ViT-S/4 of
@@ -55,7 +55,7 @@ training in bfloat16, inference in float32:
 
 
 def scores_of(raw: Raw, method: str) -> Scores | None:
-    """Lists of one number a seed; None where it was not measured."""
+    """Return lists with one number per seed; None if not measured."""
     result = raw["laplace" if method == "mixture" else method]
     if result is None:
         return None
@@ -64,7 +64,7 @@ def scores_of(raw: Raw, method: str) -> Scores | None:
 
 
 def quality(found: dict[str, Scores]) -> str:
-    """A row for each method."""
+    """Tabulate one row per method."""
     rows = [
         [METHODS[method], *(spread(scores[name], digits, factor) for name, factor, digits in COLUMNS.values())]
         for method, scores in found.items()
@@ -73,7 +73,7 @@ def quality(found: dict[str, Scores]) -> str:
 
 
 def prices(raw: Raw) -> str:
-    """Parameters, multiply-adds and times, beside the single network's."""
+    """Tabulate parameters, multiply-adds and times, relative to the single network's."""
     costs = raw["costs"]
     if costs is None:
         return MISSING
@@ -94,7 +94,7 @@ def _batch(raw: Raw) -> str:
 
 
 def claims(found: dict[str, Scores]) -> list[Claim]:
-    """What the methods promise of any network."""
+    """Check the general claims of the methods."""
     mean = {method: {name: statistics.fmean(values) for name, values in own.items()} for method, own in found.items()}
 
     def told(name: str, say: Any, *methods: str) -> str:

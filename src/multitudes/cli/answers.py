@@ -1,4 +1,4 @@
-"""`predict`, `evaluate` and `serve`: what a trained network says, how right it is, and the same behind HTTP."""
+"""`predict`, `evaluate` and `serve`: predictions of a trained network, their scores, and an HTTP server for them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def evaluate(
 
 
 def _ood(trained: Trained, sources: list[str]) -> dict[str, Tensor]:
-    """The out-of-distribution inputs of the training's data, and those of other sources."""
+    """Return the out-of-distribution inputs of the training data and of other sources."""
     from multitudes.data.assemble import add_ood
 
     if trained.data.classes:

@@ -1,6 +1,6 @@
-"""The program `multitudes`: its commands, and its errors.
+"""The program `multitudes`: its commands and error handling.
 
-An error is one sentence on stderr and exit code 2, with `--debug` its traceback. Ctrl-C is exit code 130.
+Errors print one sentence to stderr and exit with code 2; `--debug` adds a traceback. Ctrl-C exits with code 130.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ data = typer.Typer(name="data", help="Prepare data.", no_args_is_help=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program, and end the process with its exit code."""
+    """Run the program, and exit with its code."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("GITHUB_ACTIONS") and not sys.stdout.isatty():
-        os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"  # else Typer writes colours into logs
+        os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"  # otherwise Typer writes colours into logs
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="multitudes", standalone_mode=False)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception as error:  # wrong usage: Typer's own errors have no public class in common
+    except Exception as error:  # wrong usage: Typer's errors have no public base class
         if not hasattr(error, "format_message"):
             raise
-        if message := error.format_message():  # none where there was no command, and the help was shown
+        if message := error.format_message():  # empty if the help was shown because no command was given
             _say(f"Error: {message}")
         code = ERROR if message else 0
     sys.exit(code if isinstance(code, int) else 0)
@@ -77,7 +77,7 @@ def _say(message: str) -> None:
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors are a sentence and an exit code."""
+    """Wrap a command so that its errors become one sentence and an exit code."""
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -93,7 +93,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             reason = str(stopped) or "stopped: the same command starts it again"
             _say(f"\n{reason[0].upper()}{reason[1:]}")
             raise typer.Exit(INTERRUPTED) from None
-        except Exception as error:  # one sentence for the user, and with --debug all of it
+        except Exception as error:  # one sentence for the user; the traceback with --debug
             if hasattr(error, "format_message"):
                 raise
             if debug:
@@ -107,7 +107,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong; an error of an unexpected type may be a bug, so that --debug is mentioned."""
+    """Return an error's message; mention --debug for unexpected types, which may be bugs."""
     if isinstance(error, (ValueError, ImportError, FloatingPointError)) and str(error):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -116,25 +116,25 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".rstrip(": ") + " (--debug shows where)"
 
 
-# -- errors in the words of the command line ---------------------------------------------------------------
+# -- error messages in terms of command-line options ------------------------------------------------------
 
 
 def flags_of(command: Callable[..., None]) -> dict[str, str]:
-    """How the options of a command are typed, by the names of its parameters."""
+    """Return the command-line flag of each parameter of a command."""
     found = {}
     for name, parameter in inspect.signature(command).parameters.items():
         declared = next((each for each in get_args(parameter.annotation) if isinstance(each, OptionInfo)), None)
         if declared is not None:
-            words = (declared.default, *(declared.param_decls or ()))  # in which Typer keeps the first
+            words = (declared.default, *(declared.param_decls or ()))  # Typer stores the first flag here
             flags = [word for word in map(str, words) if word.startswith("--")]
             found[name] = flags[0] if flags else f"--{name.replace('_', '-')}"
     return found
 
 
 def as_typed(sentence: str, flags: Mapping[str, str]) -> str:
-    """A sentence that names arguments of Python, with the options of a command in their place.
+    """Replace Python arguments in a sentence by command-line options.
 
-    An argument is known by its equals sign, or by the beginning of the sentence; what is quoted is the user's own.
+    An argument is recognised by its equals sign, or at the start of the sentence; quoted text is left alone.
 
     >>> flags = {"target": "--target", "skip_bad": "--skip-bad", "read_as": "--as", "epochs": "--epochs"}
     >>> as_typed("target='a=b' is no column. skip_bad=True leaves them out", flags)
@@ -205,7 +205,7 @@ COMMANDS: list[tuple[typer.Typer, str, Callable[..., None], str]] = [
         multitudes data prepare uoft-cs/cifar10 --ood ufldl-stanford/svhn --to cifar10.mtdata
         multitudes data prepare wine.csv --target quality --to wine.mtdata --skip-bad"""),
 ]  # fmt: skip
-"""Each with examples for its `--help`."""
+"""Commands, each with examples for its `--help`."""
 
 for group, name, function, examples in COMMANDS:
     shown = "\n\n".join(["[bold]Examples[/bold]", *(f"  {line.strip()}" for line in examples.strip().splitlines())])

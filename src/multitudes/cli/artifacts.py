@@ -1,4 +1,4 @@
-"""`explain`, `report` and `export`: from the files of a study to a page or a file."""
+"""`explain`, `report` and `export`: turn the files of a study into a page or a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def explain(
 
     Of a run, the largest group of networks with one architecture is compared.
     """
-    needed("plotly", "plots", "a page of figures")  # before the work
+    needed("plotly", "plots", "a page of figures")  # fail before the work
     writable(to, ".html")
     one_job = not (path / "study.toml").is_file()
     jobs = [Job(path)] if one_job else Run(path).done
@@ -73,7 +73,7 @@ def explain(
 
 
 def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
-    """The largest group of networks with one architecture, by name; networks that draw only from a single job."""
+    """Return the largest group of networks with one architecture, by name; stochastic ones only for a single job."""
     from multitudes.core.draws.stochastic import stochastic_layers
     from multitudes.core.multitude import Multitude, plain
 

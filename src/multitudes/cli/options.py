@@ -1,6 +1,6 @@
-"""Options that several commands share: a class is a group of them, and a command takes it as one argument.
+"""Options shared by several commands: each class is a group, and a command takes it as one argument.
 
-Those of data, training and evaluation are declared once, as keys of a `study.toml` (`multitudes.study.sections`).
+Options of data, training and evaluation are declared once, as keys of a `study.toml` (`multitudes.study.sections`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Options(Section):
     """A group of options."""
 
     heading: ClassVar[str]
-    """In `--help`."""
+    """Heading in `--help`."""
 
     def arguments(self) -> dict[str, Any]:
-        """Those that were given, by their name in a specification."""
+        """Return the options that were given, by their name in a specification."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         given = {name: value for name, value in values.items() if value is not None and value is not False}
         return {name: READ[name](value) if name in READ else value for name, value in given.items()}
 
 
 class Common(Options):
-    """The options of every command."""
+    """Options of every command."""
 
     heading: ClassVar[str] = "On every command"
     device: Literal["auto", "cpu", "cuda"] | None = option(None, "Where to compute; auto is a GPU where there is one.")
@@ -43,7 +43,7 @@ class Common(Options):
 
 
 class DataOptions(DataSection, Options):
-    """How to read a source."""
+    """Options for reading a source."""
 
     heading: ClassVar[str] = "Data"
     data_root: Path | None = option(
@@ -51,7 +51,7 @@ class DataOptions(DataSection, Options):
     )
 
     def arguments(self) -> dict[str, Any]:
-        """Those that were given, by their name in `multitudes.data.load`."""
+        """Return the options that were given, by their name in `multitudes.data.load`."""
         found = super().arguments()
         root = found.pop("data_root", None)
         if "ood" in found:
@@ -60,7 +60,7 @@ class DataOptions(DataSection, Options):
 
 
 class TrainingOptions(TrainingSection, Options):
-    """How to train."""
+    """Options for training."""
 
     heading: ClassVar[str] = "Training"
     model: str | None = option(
@@ -69,7 +69,7 @@ class TrainingOptions(TrainingSection, Options):
 
 
 class EvaluationOptions(EvaluationSection, Options):
-    """What to measure beside the test part as it is."""
+    """Options for measuring more than the clean test part."""
 
     heading: ClassVar[str] = "Evaluation"
 
@@ -78,7 +78,7 @@ class EvaluationOptions(EvaluationSection, Options):
 
 
 def words(listed: str) -> list[str]:
-    """The words of a list.
+    """Split a list at commas.
 
     >>> words("single, packed")
     ['single', 'packed']
@@ -87,7 +87,7 @@ def words(listed: str) -> list[str]:
 
 
 def located(source: str, root: Path | None) -> str:
-    """A source as `load` finds it from any folder: a file or folder by its whole path, also one in `root`.
+    """Return a source for `load` from any folder: an absolute path, also for files in `root`, or the source unchanged.
 
     >>> located("digits", None), located("uoft-cs/cifar10", None)
     ('digits', 'uoft-cs/cifar10')
@@ -101,7 +101,7 @@ def located(source: str, root: Path | None) -> str:
 
 
 def writable(to: Path | None, *suffixes: str) -> None:
-    """Check `--to` before any work: its ending, and that its folder exists."""
+    """Check the extension and folder of `--to` before any work."""
     if to is None:
         return
     if suffixes and to.suffix.lower() not in suffixes:
@@ -111,7 +111,7 @@ def writable(to: Path | None, *suffixes: str) -> None:
 
 
 def model_place(model: str) -> str:
-    """A model by its name, or as FILE.py:FUNCTION or hf:FOLDER with the whole path of the file or folder."""
+    """Return a model by name, or FILE.py:FUNCTION or hf:FOLDER with an absolute path."""
     if model.startswith("hf:"):
         place = Path(model.removeprefix("hf:")).expanduser()
         return f"hf:{place.resolve()}" if place.exists() else model
@@ -145,14 +145,14 @@ READ: dict[str, Callable[[Any], Any]] = {
     "shift": _shift,
     "severities": _severities,
 }
-"""From the text of an option to its value in a specification."""
+"""Parsers from an option's text to its value in a specification."""
 
 
 # -- groups ------------------------------------------------------------------------------------------------
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose groups of options are single options, as Typer reads them.
+    """Expand a command's option groups into single options, for Typer.
 
     >>> def command(name: str, common: Common) -> None:
     ...     print(name, common.seed)
@@ -173,16 +173,16 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     def command(**values: Any) -> None:
         for name, group in groups.items():
             own = {parameter.name: values.pop(parameter.name) for parameter in _parameters(group)}
-            values[name] = group.model_construct(**own)  # a specification, or what is called, checks the values
+            values[name] = group.model_construct(**own)  # the specification or the called function validates
         function(**values)
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which inspect and Typer read
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect and Typer
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
 def _parameters(group: type[Options]) -> list[inspect.Parameter]:
-    """The options of a group as parameters of a function; None, or False of a flag, is not given."""
+    """Return the options of a group as parameters of a function; None, or False for a flag, means not given."""
     found = []
     for name, field in group.model_fields.items():
         extra: Any = field.json_schema_extra or {}
@@ -202,7 +202,7 @@ def _parameters(group: type[Options]) -> list[inspect.Parameter]:
 
 
 def _kind(annotation: Any) -> Any:
-    """The type of an option: that of a key, without None and bounds; a list is a text with commas."""
+    """Return the option type of a key, without None and bounds; a list becomes text with commas."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(each for each in get_args(annotation) if each is not type(None))
     if get_origin(annotation) is Annotated:

@@ -1,4 +1,4 @@
-"""What is shown: how far a study is, and tables. On a terminal it is redrawn; in a pipe it is plain lines."""
+"""Terminal output: progress of a study, and tables. Redrawn on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from multitudes.report.board import Cell
 
 WIDE = 1000
-"""The columns of a pipe, in which nothing is cut off."""
+"""Width in columns of output to a pipe, so that nothing is cut."""
 SHOWN = 20
-"""How many columns of a table are shown that need no look."""
+"""Number of columns of a table above which those without a remark are only counted."""
 
 
 def console(stderr: bool = False) -> Console:
-    """Where to write: on a terminal as wide as that is."""
+    """Return a console for stdout or stderr."""
     file = sys.stderr if stderr else sys.stdout
     return Console(file=file, width=None if file.isatty() else WIDE, highlight=False, soft_wrap=not file.isatty())
 
 
 def say(message: str) -> None:
-    """A line about the work, on stderr."""
+    """Print a status line to stderr."""
     console(stderr=True).print(Text(message, style="dim"))
 
 
 def say_dropped(dropped: Mapping[str, int], say: Callable[[str], None] = say) -> None:
-    """Say how many bad rows were left out, by reason."""
+    """Print the number of bad rows that were left out, by reason."""
     for reason, count in dropped.items():
         say(f"Left out {plural(count, 'bad row')}: {reason}")
 
 
 def say_columns(readings: Sequence[ColumnReading]) -> None:
-    """How the columns of a table were read, on stderr; of many, those without a remark are only counted, by kind."""
+    """Print to stderr how columns were read; of many columns, only count those without a remark."""
     if not readings:
         return
     plain = [each for each in readings if not (each.dropped or each.note or each.missing)]
@@ -61,24 +61,24 @@ def say_columns(readings: Sequence[ColumnReading]) -> None:
     console(stderr=True).print(table(["column", "read as", "values", "missing", "remark"], rows, words=5))
     for kind, count in Counter(each.read_as for each in counted).items():
         say(f"and {plural(count, 'column')} more, read as {kind}, without a remark")
-    texts = any(each.read_as == "text" and not each.dropped for each in readings)  # of which there is one column
+    texts = any(each.read_as == "text" and not each.dropped for each in readings)  # at most one column
     if any(each.dropped or each.note for each in readings) and not texts:
         say("--drop COLUMN leaves a column out, --as COLUMN=KIND reads it as you say")
 
 
 def show(*what: Any) -> None:
-    """Results, on stdout; text is shown as it is."""
+    """Print results to stdout; strings are printed as they are."""
     out = console()
     for each in what:
         out.print(Text(each) if isinstance(each, str) else each)
 
 
-# -- how far a study is ------------------------------------------------------------------------------------
+# -- progress of a study -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def watching(every: float = 10.0) -> Iterator[Callable[[Snapshot], None]]:
-    """A function that shows snapshots; in a pipe, a line for each job that ends, and `every` so many seconds."""
+    """Yield a function that shows snapshots; in a pipe, it prints when a job ends and `every` few seconds."""
     out = console(stderr=True)
     if out.is_terminal and not out.is_dumb_terminal:
         with Live(console=out, transient=True, refresh_per_second=5) as live:
@@ -100,7 +100,7 @@ def watching(every: float = 10.0) -> Iterator[Callable[[Snapshot], None]]:
 
 
 def _panel(now: Snapshot) -> Group:
-    """All running jobs at once."""
+    """Show all running jobs."""
     left = "" if now.left is None else f", about {clock(now.left)} left"
     head = Text(f"{_jobs(now)}, {clock(now.seconds)} passed{left}", style="bold")
     jobs = Table.grid(padding=(0, 2))
@@ -116,14 +116,14 @@ def _jobs(now: Snapshot) -> str:
 
 
 def _state(job: JobProgress) -> tuple[str, str]:
-    """What a job is doing, and its loss."""
+    """Return what a job is doing, and its loss."""
     epoch = f"epoch {job.epoch} of {job.epochs}" if job.epochs else "starting"
     doing = {"evaluate": "measuring", "done": "done"}.get(job.event, epoch)
     return doing, "" if job.loss is None else f"loss {job.loss:.4f}"
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds.
+    """Format minutes and seconds.
 
     >>> clock(75.2), clock(3700)
     ('1:15', '1:01:40')
@@ -137,7 +137,7 @@ def clock(seconds: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) -> Table:
-    """Rows under a head; the first `words` columns are words, the rest numbers."""
+    """Make a table; the first `words` columns are text, the others numbers."""
     made = Table(box=SIMPLE, pad_edge=False, show_edge=False)
     for index, title in enumerate(head):
         made.add_column(title, justify="left" if index < words else "right", no_wrap=index == 0 or index >= words)
@@ -149,9 +149,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], words: int = 1) ->
 def leaderboard_tables(
     rows: Sequence[Row], by: str, width: int = WIDE, tiny: bool = False, unbalanced: bool = False
 ) -> list[Table]:
-    """A row for each method and baseline, with the columns of the page; the best of a score has a star.
+    """Make the leaderboard tables: a row per method and baseline, with the columns of the page; a star marks the best.
 
-    Where `width` is too small for all columns, the rest of them is in further tables.
+    Columns that exceed `width` go into further tables.
     """
     from multitudes.report.board import cells_of
     from multitudes.study.columns import first_columns, in_words, remark

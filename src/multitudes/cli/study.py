@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from multitudes.study.spec import Spec
 
 SEEDS = [0, 1, 2]
-"""The default."""
+"""Default seeds."""
 PATIENCE = 600
-"""Seconds that two more seeds of each method may take where nobody has asked for them."""
+"""Maximum seconds for two more seeds of each method, if the user did not request seeds."""
 SOURCE = "digits; a Hugging Face id; a CSV, Parquet, .npz or .mtdata file; or a folder of images, CSV or Parquet files"
 Rerun = Annotated[bool, Option("--rerun-stale", help="Run jobs again that were run with another specification.")]
 
@@ -136,7 +136,7 @@ def train(
 def _options(
     reading: DataOptions, training: TrainingOptions, evaluation: EvaluationOptions, common: Common, source: str | None
 ) -> dict[str, Any]:
-    """All options that a specification takes."""
+    """Collect all options of a specification."""
     found = {**reading.arguments(), **training.arguments(), **evaluation.arguments()}
     found |= {"device": common.device, "precision": common.precision}
     return found | ({"data": located(source, reading.data_root)} if source else {})
@@ -145,7 +145,7 @@ def _options(
 def _spec(
     file: str | None, options: dict[str, Any], count: int | None, first: int | None, scale: str | None = None
 ) -> Spec:
-    """The specification, with `count` seeds from `first` on, where they are given."""
+    """Build the specification, with `count` seeds starting at `first` if given."""
     from multitudes.study.spec import Spec
 
     spec = Spec.load(file, scale, **options) if file else Spec.of(**options)
@@ -158,7 +158,7 @@ def _spec(
 
 
 def _rooted(spec: Spec, root: Path | None) -> Spec:
-    """With the sources of a file found in the data root too."""
+    """Resolve the sources of a file in the data root too."""
     if root is None:
         return spec
     found = {"source": located(spec.data.source, root), "ood": [located(each, root) for each in spec.data.ood]}
@@ -166,7 +166,7 @@ def _rooted(spec: Spec, root: Path | None) -> Spec:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A setting: its value is read as TOML, or else is a string.
+    """Parse KEY=VALUE; the value is TOML, or else a string.
 
     >>> _setting("members=8"), _setting("layers=norm")
     (('members', 8), ('layers', 'norm'))
@@ -181,7 +181,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _check_device(spec: Spec) -> None:
-    """That this machine has the device, and computes with the precision there, before anything is prepared."""
+    """Check that this machine has the device and supports the precision, before anything is prepared."""
     from multitudes.core.devices import device_of
     from multitudes.study.assignment import precision_on
     from multitudes.training.precision import check_precision
@@ -217,7 +217,7 @@ def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> 
 
 
 def _time_for_seeds(run: Run, workers: int | None) -> bool:
-    """Whether each method is trained with two more seeds: where the first took so long that they end soon."""
+    """Return whether to train two more seeds of each method, based on the time of the first one."""
     from multitudes.study.execution import cores
 
     seconds = (len(SEEDS) - 1) * sum(job.metrics["seconds"] for job in run.done) / (workers or cores())
@@ -230,7 +230,7 @@ def _time_for_seeds(run: Run, workers: int | None) -> bool:
 
 
 def _conclude(run: Run, failed: dict[str, str]) -> None:
-    """Show the leaderboard, the answer, which jobs failed and where the page is."""
+    """Show the leaderboard, the answer, the failed jobs and the path of the page."""
     from multitudes.report import read_results, write
     from multitudes.study.columns import caption
     from multitudes.study.conclusion import measure_all
@@ -263,7 +263,7 @@ def _show_trained(run: Run, failed: dict[str, str]) -> None:
 
 
 def _train_together(spec: Spec, out: Path, rerun_stale: bool) -> None:
-    """In each of the processes that Accelerate started: all train, and the main one prepares, measures and writes."""
+    """Train in each process that Accelerate started; the main process prepares, measures and writes."""
     from multitudes.study.worker import run as run_job
 
     accelerator = needed("accelerate", "accelerate", "training in several processes").Accelerator()

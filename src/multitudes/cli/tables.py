@@ -112,7 +112,7 @@ def bench(
 
 
 def _network(model: str) -> tuple[dict[str, Any], str | None]:
-    """What `build_network` takes for a model, and the kind of its inputs, where their shape does not tell it."""
+    """Return the arguments of `build_network` for a model, and the kind of its inputs if the shape is ambiguous."""
     from multitudes.study.hub_models import HubModel, is_hub
 
     if is_hub(model):
@@ -123,7 +123,7 @@ def _network(model: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _arguments(method: Method, plan: dict[str, Any], net: Multitude) -> dict[str, Any]:
-    """Those of `fit`."""
+    """Return the arguments of `fit`."""
     return method.train(net, plan, method.complete())
 
 
@@ -135,7 +135,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _finished(net: Multitude, x: Tensor, y: Tensor, method: Method) -> Multitude:
-    """What predicts: of a method that is made of checkpoints, with random ones."""
+    """Finish a network for prediction; methods made of checkpoints get random ones."""
     settings = method.complete()
     times = method.times(1000, settings)
     if not times:

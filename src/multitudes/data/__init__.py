@@ -1,17 +1,17 @@
-"""Data to compare methods on: read from anywhere, prepared in one file, batched on the device.
+"""Data to compare methods on: read from any source, prepared in one file, batched on the device.
 
     from multitudes import data
 
     digits = data.load("digits")
     loader = data.Loader(digits.train, digits, batch_size=64)
 
-In the order of their use: `sources` reads files, folders and ids into `columns`; `kinds` has all that depends on what
-the inputs are, with the encoders of `images` and `tables`; `reading` decides how the columns of a table become
-`features`, with the help of `parsing`; `splits` draws the parts; `assemble` makes `types.Data` of
-them, which normalises; `prepared` keeps it in a file, with its encoder; `loader` makes batches.
+Modules in the order of use: `sources` reads files, folders and ids into `columns`; `kinds` holds everything that
+depends on the kind of input, with the encoders of `images` and `tables`; `reading` decides how the columns of a table
+become `features`, using `parsing`; `splits` draws the parts; `assemble` builds `types.Data`, which normalises;
+`prepared` saves it to a file with its encoder; `loader` makes batches.
 
-Imports `core`. A new kind of data is a row of `kinds.KINDS`; a new format, a reader in `sources`; a new way
-to read a column, a class of `features`.
+Imports `core`. To add a kind of data, add a row to `kinds.KINDS`; for a new format, a reader in `sources`; for a new
+way to read a column, a class in `features`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from multitudes.core.lazy import lazy_names
 
-if TYPE_CHECKING:  # as below, for those who read types
+if TYPE_CHECKING:  # for static type checkers
     from multitudes.data.assemble import load
     from multitudes.data.loader import Loader
     from multitudes.data.prepared import read, save

@@ -1,4 +1,4 @@
-"""Any source into `Data`: `load`; and `add_ood`."""
+"""Turn any source into `Data`: `load` and `add_ood`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from multitudes.data.tables import Choice, find_target, targets
 from multitudes.data.types import Data, Part
 
 TASKS = {"classification": True, "regression": False}
-"""Whether targets are classes, by what `task=` says."""
+"""Values of `task=`, and whether their targets are classes."""
 
 
 def load(
@@ -51,45 +51,45 @@ def load(
     max_length: int | None = None,
     pixels: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> Data:
-    """Read data to train and to measure networks on.
+    """Read data to train and evaluate networks on.
 
     `source` is one of
 
-    - `"digits"`, which come with scikit-learn (see `digits`), or a file that `save` prepared (`.mtdata`): as they are;
+    - `"digits"`, from scikit-learn (see `digits`), or a file that `save` prepared (`.mtdata`): used as they are;
     - a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`;
-    - a Parquet or CSV file, or a folder of them, whose names may tell their part (`train-00.parquet`, `test.csv`);
-    - a folder of images, one folder a class, with maybe `train` and `test` above;
-    - a `.npz` file with arrays `X` and `y`, and maybe `train_idx`, `test_idx`, of which `fold` picks one split.
+    - a Parquet or CSV file, or a folder of them, whose names may contain their part (`train-00.parquet`, `test.csv`);
+    - a folder of images, one folder per class, optionally inside `train` and `test`;
+    - a `.npz` file with arrays `X` and `y`, and optionally `train_idx` and `test_idx`, where `fold` selects a split.
 
-    Where there is a column of images, `image`, or else the only one, these are the inputs, and `target` is the label,
-    which is found by its type or name; images are decoded, all of them in memory, 1 byte a value, and resized to
-    `size` (a number, or height and width), if that is given. With a `tokenizer`, a Hugging Face folder or a name in the
-    hub's local cache, the inputs are texts: those of the column `text`, or of the only one that holds texts, as the
-    numbers of their tokens, `max_length` of them at most, by default 256. All else is a table: `target` must be said,
-    and `columns` are the features, or else all other columns but those of `drop`. Texts, booleans and few whole numbers
-    are predicted as classes, all other numbers by regression (see `targets`), unless `task` says otherwise.
+    If there is a column of images (`image`, or the only one), these are the inputs, and `target` is the label, found by
+    its type or name. Images are decoded into memory, 1 byte per value, and resized to `size` (a number, or height and
+    width) if given. With a `tokenizer`, a Hugging Face folder or a name in the hub's local cache, the inputs are texts:
+    those of the column `text`, or of the only text column, as token ids, at most `max_length` of them (default 256).
+    Anything else is a table: `target` is required, and the features are `columns`, or all other columns except `drop`.
+    Texts, booleans and integers with few values are predicted as classes, all other numbers by regression (see
+    `targets`), unless `task` overrides this.
 
-    A column of a table is read as numbers, dates (year, month, day, weekday, hour, and a running number of days) or
-    categories (a feature each; many, and rare ones, are one), whichever its values are, or as `read_as` says:
-    `{"day": "date", "zip": "category"}`, or `"number"`, `"text"`, which is left out, and `"dmy"` and `"mdy"` for dates
-    with the day or the month first. Ids and columns that do not vary are left out. A missing input is filled in by the
-    median, with a feature that says so; a missing text is a category. `Data.reading` says how each column was read.
+    Each column of a table is read as numbers, dates (year, month, day, weekday, hour, and a running number of days) or
+    categories (one feature each; rare ones share one), depending on its values or on `read_as`: `{"day": "date", "zip":
+    "category"}`, or `"number"`, `"text"` (left out), and `"dmy"` and `"mdy"` for dates with the day or the month first.
+    Ids and constant columns are left out. Missing numbers and dates are filled with the median and flagged by an extra
+    feature; a missing text is a category. `Data.reading` describes how each column was read.
 
-    Parts that the source has are used, or those which a column `split` tells. What is missing is drawn by `seed` from
-    the training part, a share of `validation` and `test` of it, each class in proportion; by default 0.1 of images and
-    0.15 of the rows of a table are for validation. `limit` keeps that many rows of each part, drawn alike. With
-    `folds=K` the test part is that of number `fold` of a cross-validation: every row is in one of K test parts. The
-    folds of a `.npz` file that has splits are these splits.
+    Parts of the source are used, or those given by a column `split`. Missing parts are drawn by `seed` from the
+    training part, stratified by class, as shares `validation` and `test` of it; the default validation share is 0.1 for
+    images and 0.15 for tables. `limit` keeps that many rows of each part, drawn the same way. With `folds=K` the test
+    part is fold number `fold` of a cross-validation: every row is in one of K test parts. A `.npz` file with its own
+    splits uses these as folds.
 
-    `numbers` says how a network sees the numbers of a table: as normal scores, "quantile", or "standard", minus their
-    mean, over their deviation; both from the training part. `pixels` are the mean and deviation of each channel of
-    images, from 0 to 1, in place of those of the training part.
+    `numbers` selects the preprocessing of a table's numbers: "quantile" for normal scores, or "standard" for zero mean
+    and unit standard deviation; both are fitted to the training part. `pixels` are the mean and standard deviation of
+    each image channel, for pixels in 0 to 1, instead of those of the training part.
 
     `ood` are other sources, whose inputs (of their test part, if they have one) become out-of-distribution inputs:
-    images converted to the shape of these, tables with the same columns.
+    images converted to the shape of the data, or tables with the same columns.
 
-    A row without its target or without any input, or with an image that cannot be read, is an error, which names the
-    first of them; with `skip_bad=True` such rows are left out and counted in `Data.dropped`.
+    A row without its target, without any input, or with an unreadable image raises an error that names the first such
+    rows; with `skip_bad=True` such rows are left out and counted in `Data.dropped`.
 
     >>> load("digits", limit=50)
     Data('digits': 50 + 50 + 50 images of [1, 8, 8], 10 classes, 50 photographs)
@@ -129,7 +129,7 @@ def add_ood(
     seed: int = 0,
     limit: int | None = None,
 ) -> Data:
-    """Data with the inputs of other sources as out-of-distribution inputs; the arguments are those of `load`."""
+    """Add the inputs of other sources as out-of-distribution inputs; the arguments are those of `load`."""
     for source in sources:
         name = short_name(source)
         if name in data.ood:
@@ -154,12 +154,12 @@ def add_ood(
 
 
 def _given(choice: Choice, *names: str) -> list[str]:
-    """Which of these arguments were given."""
+    """Return the arguments that were given."""
     return [name for name in names if getattr(choice, name)]
 
 
 def _options() -> list[str]:
-    """The arguments of `load` that are for one kind of data."""
+    """List the arguments of `load` that are specific to one kind of data."""
     return [option for kind in KINDS for option in kind.options]
 
 
@@ -187,7 +187,7 @@ def _from_source(source: Source, name: str, choice: Choice) -> Data:
         choice = replace(choice, columns=list(inputs))
     encoder = kind.fit(inputs, rows["train"], choice)
     order = torch.cat(list(rows.values()))
-    encoded = bad.encode(encoder, inputs, order)  # all parts at once, since they must be alike
+    encoded = bad.encode(encoder, inputs, order)  # all parts at once, for a common shape
     train, held_out, test = _parts(source, rows, encoded, y[order])
     seen = _seen(train, test) if kind.written else ""
     noted = [
@@ -202,7 +202,7 @@ def _from_source(source: Source, name: str, choice: Choice) -> Data:
 
 
 def _seen(train: Part, test: Part) -> str:
-    """How many test inputs are in the training part as well, by their files; empty where none is."""
+    """Report the number of test inputs that also occur in the training part; empty if there are none."""
     known = set(train.files)
     count = sum(file in known for file in test.files)
     return f"{count} of {len(test)} test texts are in the training part too" if count else ""
@@ -211,7 +211,7 @@ def _seen(train: Part, test: Part) -> str:
 def _whole_reading(
     source: Source, target: str, classes: Sequence[str], choice: Choice, reading: Sequence[ColumnReading]
 ) -> tuple[ColumnReading, ...]:
-    """How all columns of a table were read, in their order, with the target and those that were not asked for."""
+    """Return how all columns of a table were read, in order, including the target and unread columns."""
     if not reading:
         return ()
     found = {each.name: each for each in reading}
@@ -227,7 +227,7 @@ def _whole_reading(
 
 
 def _parts(source: Source, rows: Mapping[str, Tensor], encoded: Encoded, y: Tensor) -> Iterator[Part]:
-    """Each part's stretch of all that was encoded; `y` `[N]` are the targets of the rows, one part after the other."""
+    """Yield each part as a slice of the encoded rows; `y` `[N]` are their targets, part after part."""
     kept = torch.tensor(encoded.kept, dtype=torch.int64)
     ends = torch.tensor([len(chosen) for chosen in rows.values()]).cumsum(0)
     counts = [int((kept < end).sum()) for end in ends]
@@ -238,7 +238,7 @@ def _parts(source: Source, rows: Mapping[str, Tensor], encoded: Encoded, y: Tens
 
 
 def _prepared(source: str | Path) -> Data | None:
-    """Data that are as they are; None where they are to be made of a source."""
+    """Return data that need no assembling; None for other sources."""
     if source == "digits":
         return digits()
     return read(source) if Path(source).suffix.lower() == ".mtdata" else None
@@ -297,14 +297,14 @@ def _check(choice: Choice) -> None:
 
 
 class BadRows:
-    """The rows of a source that cannot be used, and why: an error, or with `skip` to be left out and counted.
+    """Rows of a source that cannot be used, with the reason: an error, or with `skip` left out and counted.
 
-    Rows must have all `needed` values, and all inputs; or one of these, where the kind of data fills in the others.
+    A row must have all `needed` values and all inputs, or a single input if the kind of data fills in missing ones.
     """
 
     def __init__(self, source: Source, skip: bool, kind: Kind, inputs: Mapping[str, Column], *needed: str) -> None:
         self.source, self.skip, self.kind = source, skip, kind
-        self.rows: dict[int, str] = dict(source.broken)  # the reason
+        self.rows: dict[int, str] = dict(source.broken)  # row to reason
         self.details: dict[int, str] = {}
         whole = {name: source.columns[name] for name in needed} | ({} if kind.named else dict(inputs))
         for name, column in whole.items():
@@ -318,7 +318,7 @@ class BadRows:
         self._settle()
 
     def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
-        """The inputs of these rows, as far as they can be encoded."""
+        """Encode the inputs of these rows, and record rows that cannot be encoded."""
         encoded = encoder(columns, rows, self.source.where)
         for index, error in encoded.bad.items():
             reason, bracket, detail = error.partition(" (")
@@ -336,17 +336,17 @@ class BadRows:
         raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
 
     def targets(self, name: str, as_classes: bool | None) -> tuple[Tensor, tuple[str, ...]]:
-        """The targets of all rows and the names of the classes, as `tables.targets` finds them in the usable rows."""
+        """Return the targets of all rows and the class names, as `tables.targets` derives them from usable rows."""
         rows = self.usable()
         if not len(rows):
             raise ValueError(f"{self.source.name} has no row without fault: {', '.join(self.counts())}")
         return targets(name, self.source.columns[name], rows, as_classes, self.kind.feature_maps)
 
     def usable(self, part: str = "") -> Tensor:
-        """The rows of a part that can be used; of all parts, where the source has none of this name."""
+        """Return the usable rows of a part, or of all parts if the source has no such part."""
         rows = self.source.parts.get(part, torch.arange(len(self.source)))
         return rows[~torch.isin(rows, torch.tensor(list(self.rows), dtype=torch.int64))]
 
     def counts(self) -> dict[str, int]:
-        """How many rows cannot be used, by reason."""
+        """Count the unusable rows by reason."""
         return dict(Counter(self.rows.values()))

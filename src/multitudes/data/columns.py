@@ -1,5 +1,4 @@
-"""A column of a source: numbers, texts, dates or encoded images, read from CSV cells or from Arrow; rows of it,
-`Encoded`."""
+"""A column of a source (numbers, texts, dates or encoded images), read from CSV cells or Arrow, and encoded rows."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ from torch import Tensor
 from multitudes.data.parsing import ENOUGH, read_date, read_number
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
-"""The cells of a CSV file, in small letters, that say that there is no value."""
+"""CSV cells, in lower case, that mean a missing value."""
 
 
 @dataclass(frozen=True)
 class Column:
     """N values of one kind.
 
-    `kind="number"`: float64 `[N]`, with NaN for what is missing or no number; `whole` where all are integers.
-    `kind="date"`: float64 `[N]`, the days since the beginning of 1970, with NaN for what is missing.
-    `kind="text"`, `kind="image"`: a list of `str` or `bytes`, with None for what is missing. Any other kind is the name
-    of a type that is not understood. `names` are the classes in their order, where the source says them; `cells` what
-    was written, with None for what is missing, where numbers were read from texts, with the decimal mark `mark`.
+    `kind="number"`: float64 `[N]`, NaN for missing or invalid; `whole` if all are integers.
+    `kind="date"`: float64 `[N]`, days since 1970-01-01, NaN if missing.
+    `kind="text"`, `kind="image"`: a list of `str` or `bytes`, None if missing. Any other kind is the name of an
+    unsupported type. `names` are the classes in order, if the source defines them. `cells` are the original texts of
+    parsed numbers (None if missing), and `mark` is their decimal mark.
     """
 
     kind: str
@@ -41,50 +40,50 @@ class Column:
 
     @property
     def numeric(self) -> bool:
-        """Whether the values are a tensor."""
+        """True if the values are a tensor."""
         return self.kind in ("number", "date")
 
     def missing(self) -> list[int]:
-        """The rows without a value, or with a number that is not finite in float32."""
+        """Return the rows without a value or with a number that is not finite in float32."""
         if self.numeric:
             return (~self.values.float().isfinite()).nonzero().flatten().tolist()
         return [row for row, value in enumerate(self.values) if value is None]
 
     def take(self, rows: Tensor) -> Any:
-        """The values of these rows."""
+        """Return the values of these rows."""
         return self.values[rows] if self.numeric else [self.values[row] for row in rows.tolist()]
 
     def empty(self) -> Tensor:
-        """Which rows have nothing at all, `[N]`; a word among numbers is something."""
+        """Return a mask `[N]` of empty rows; a word among numbers is not empty."""
         if self.numeric and not self.cells:
             return self.values.isnan()
-        if isinstance(self.values, range):  # of a type that is not understood
+        if isinstance(self.values, range):  # an unsupported type
             return torch.zeros(len(self), dtype=torch.bool)
         return torch.tensor([not text for text in self.cells or self.values], dtype=torch.bool)
 
     # -- the values as something else ----------------------------------------------------------------------
 
     def texts(self) -> Sequence[str | None]:
-        """The values as texts: as they were written, where that is known."""
+        """Return the values as texts, as originally written if known."""
         if not self.numeric:
             return [text or None for text in self.values]
         return self.cells or [_written(value, self.names) for value in self.values.tolist()]
 
     def numbers(self, mark: str) -> Tensor:
-        """The values as numbers, with this decimal mark; NaN for what is none."""
+        """Return the values as numbers, using this decimal mark; NaN for other texts."""
         if self.numeric and (not self.cells or mark == self.mark):
             return self.values
         return _read(self.texts(), lambda text: read_number(text, mark))
 
     def days(self, order: str) -> Tensor:
-        """The values as dates in this order of day, month and year, in days since 1970; NaN for what is none."""
+        """Return the values as days since 1970, using this order of day, month and year; NaN for other texts."""
         if self.kind == "date":
             return self.values
         return _read(self.texts(), lambda text: read_date(text, order))
 
 
 def _read(texts: Sequence[str | None], read: Callable[[str], float]) -> Tensor:
-    """What texts read as, float64 `[N]`, each different one read once; NaN for None."""
+    """Parse texts into float64 `[N]`, each distinct one once; NaN for None."""
     found = {text: math.nan if text is None else read(text) for text in set(texts)}
     return torch.tensor([found[text] for text in texts], dtype=torch.float64)
 
@@ -97,11 +96,10 @@ def _written(value: float, names: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rows of a source as inputs, `[n, ...]`: which of the rows they are, and why the others cannot be used.
+    """Rows of a source as inputs `[n, ...]`, with the indices of these rows and errors of the others.
 
-    `bad` says "what is wrong (how it was found)"; `files` are the encoded images or texts that `x` is made of, if any;
-    `unknown` is how many rows have a category that the training part has not; `filled` how many values were missing and
-    filled in, by column; `notes` what else to look at, by column.
+    `bad` maps rows to "reason (details)". `files` are the encoded images or texts of `x`, if any. `unknown` counts rows
+    with a category that training has not; `filled` counts imputed values by column; `notes` are remarks by column.
     """
 
     x: Tensor
@@ -114,12 +112,12 @@ class Encoded:
 
 
 def given(cells: Sequence[str]) -> list[str | None]:
-    """What is written in cells, None where that says that there is no value."""
+    """Strip cells; None for those that mean a missing value."""
     return [None if cell.strip().lower() in MISSING else cell.strip() for cell in cells]
 
 
 def from_cells(texts: Sequence[str | None], mark: str = ".") -> Column:
-    """A column of a CSV file. Where nine in ten of its values read as numbers, it is one of numbers.
+    """Make a column from CSV cells. It is numeric if nine in ten of its values parse as numbers.
 
     >>> from_cells(["1", "2", None]).values
     tensor([1., 2., nan], dtype=torch.float64)
@@ -136,7 +134,7 @@ def from_cells(texts: Sequence[str | None], mark: str = ".") -> Column:
 
 
 def from_arrow(table: Any, features: Mapping[str, Any]) -> dict[str, Column]:
-    """The columns of a `pyarrow.Table`, with what Hugging Face's `features` say about them."""
+    """Convert the columns of a `pyarrow.Table`, using Hugging Face's `features`."""
     return {name: _arrow_column(table[name], features.get(name) or {}) for name in table.column_names}
 
 

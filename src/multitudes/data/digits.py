@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8, that come with scikit-learn, and pieces of photographs as out-of-distribution inputs."""
+"""Handwritten 8 x 8 digits from scikit-learn, with patches of photographs as out-of-distribution inputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from multitudes.data.splits import spread
 from multitudes.data.types import Data, Part
 
 TRAIN, VALIDATION, PHOTOGRAPHS = 400, 400, 400
-"""Few to train on: with a thousand, every network knows nearly all of the others, and methods hardly differ."""
+"""Few training rows: with a thousand, all networks get nearly everything right, and methods hardly differ."""
 
 
 @cache
 def digits() -> Data:
-    """The 1797 digits of scikit-learn, split once and for all: 400 to train, 400 to validate, 997 to test.
+    """Return scikit-learn's 1797 digits with a fixed split: 400 for training, 400 for validation, 997 for testing.
 
-    The out-of-distribution inputs, "photographs", are 400 pieces of scikit-learn's two photographs. Each has the very
-    pixel values of one of the test digits, the brightest where the photograph is brightest: brightness and contrast
-    are a digit's, and only the shapes differ. A process reads them once: change no tensor in place.
+    The out-of-distribution inputs, "photographs", are 400 patches of scikit-learn's two photographs. Each has exactly
+    the pixel values of one test digit, sorted by the brightness of the patch: brightness and contrast are those of a
+    digit, and only the shapes differ. The result is cached: do not modify its tensors in place.
 
     >>> digits()
     Data('digits': 400 + 400 + 997 images of [1, 8, 8], 10 classes, 400 photographs)
@@ -41,15 +41,15 @@ def digits() -> Data:
 
 
 def _photographs(like: Tensor) -> Tensor:
-    """As many pieces of photographs as there are images in `like`, each with the pixel values of one of them."""
-    needed("PIL.Image", "data", "photographs")  # by which scikit-learn reads them
+    """Return one patch of a photograph per image in `like`, with the pixel values of that image."""
+    needed("PIL.Image", "data", "photographs")  # scikit-learn reads photographs with it
     pieces = []
     for photograph in needed("sklearn.datasets", "data", "photographs").load_sample_images().images:
         grey = torch.tensor(photograph, dtype=torch.float64).mean(2)[None, None]
         small = torch.nn.functional.avg_pool2d(grey, 2)[0, 0]  # finer detail than a digit's strokes would be noise
         pieces.append(small.unfold(0, 8, 8).unfold(1, 8, 8).reshape(-1, 1, 8, 8))
     every = torch.cat(pieces)
-    # Those with the most contrast: an even sky is no picture, and stretched it would be noise.
+    # Select the patches with the most contrast: a uniform sky would be stretched into noise.
     chosen = every.std((1, 2, 3)).argsort(descending=True, stable=True)[: len(like)].sort().values
     darkest_first = every[chosen].flatten(1).argsort(stable=True)
     pixels = torch.empty_like(like).flatten(1)

@@ -1,9 +1,9 @@
-"""How one column of a table becomes features: a number, a date or a category; what is kept of texts and images.
+"""Features made from table columns (numbers, dates, categories), and what is stored for texts and images.
 
-Each class is a column as it was fitted to the training rows, in plain values: `plain` gives them, `feature_of` reads
-them back. `raw` reads the column of any source into one tensor `[n]`, in which NaN, or a number behind those of the
-categories, says that a value is missing; `features_of` makes the columns `[n, F]` of a network's inputs of them. It
-works on tensors alone, so that an exported network can do it too.
+Each class is a column fitted to the training rows, as plain values: `plain` returns them and `feature_of` reads them
+back. `raw` reads a column of any source into one tensor `[n]`; missing values are NaN, or an index after the
+categories. `features_of` turns these tensors into network inputs `[n, F]`. It uses tensor operations only, so that it
+can be exported with the network.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ class Feature:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the features."""
+        """Names of the features."""
         raise NotImplementedError
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """Of each feature whether it is a number; the others are zeros and ones."""
+        """True for each feature that is a number; the others are zeros and ones."""
         raise NotImplementedError
 
     def raw(self, column: Column) -> Tensor:
-        """The values `[N]` of a column of a source; an error where it holds something else than in training."""
+        """Return the values `[N]` of a source's column; raise if it holds another kind of values than in training."""
         raise NotImplementedError
 
     def missing(self, raw: Tensor) -> Tensor:
-        """Which values are missing, `[n]`: NaN, and numbers that are not finite in float32."""
+        """Return a mask `[n]` of missing values: NaN, and numbers that are not finite in float32."""
         return ~(raw.abs() <= LARGEST)
 
     def unknown(self, raw: Tensor) -> Tensor:
-        """Which values the training rows have not, where that can be said, `[n]`."""
+        """Return a mask `[n]` of values that the training rows have not, if the feature can detect them."""
         return torch.zeros(len(raw), dtype=torch.bool)
 
     @classmethod
     def joint(cls, features: Sequence[Any], raw: Tensor) -> Tensor:
-        """The features of several columns `[n, k]` of this kind, one after the other, float32 `[n, f]`."""
+        """Return the features of several columns `[n, k]` of this kind, concatenated, float32 `[n, f]`."""
         raise NotImplementedError
 
     def restored(self, x: Tensor) -> Tensor:
-        """Values `[n]` that have these features `[n, f]`."""
+        """Invert the features `[n, f]` into values `[n]`."""
         raise NotImplementedError
 
     def plain(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all values, for JSON."""
         return {"as": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Number(Feature):
-    """A number, less `offset`. Where it is missing it is `fill`, and with `flag` a second feature says so.
+    """A number minus `offset`. Missing values become `fill`; with `flag`, a second feature marks them.
 
     >>> features_of([Number("a", fill=2.0, flag=True)], [torch.tensor([1.0, torch.nan])])
     tensor([[1., 0.],
@@ -77,9 +77,9 @@ class Number(Feature):
     fill: float = 0.0
     flag: bool = False
     mark: str = "."
-    """The decimal mark, where numbers are read from texts."""
+    """Decimal mark of numbers read from texts."""
     offset: float = 0.0
-    """What all values have in common, where float32 would blur them."""
+    """Common part of all values, subtracted where float32 would lose precision."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class Number(Feature):
         return (True, False) if self.flag else (True,)
 
     def raw(self, column: Column) -> Tensor:
-        # A comma that its own file tells of is one, whatever the training file had.
+        # A file with decimal commas keeps them, whatever the training file used.
         values = column.numbers("," if column.mark == "," else self.mark)
         _check_read(self, column, values)
         return values
@@ -108,19 +108,19 @@ class Number(Feature):
 
 
 PARTS = ("year", "month", "day", "weekday", "hour", "days")
-"""Of a date: the weekday counts from 0, a Monday; the hour has a fraction; the days count from a first one."""
+"""Parts of a date: the weekday counts from Monday as 0, hours have a fraction, and days count from a start day."""
 
 
 @dataclass(frozen=True)
 class Date(Feature):
-    """A date as some of its `PARTS`. Where it is missing it is `fill`, and with `flag` a last feature says so."""
+    """A date as some of its `PARTS`. Missing values become `fill`; with `flag`, a last feature marks them."""
 
     kind: ClassVar[str] = "date"
     parts: tuple[str, ...] = PARTS
     order: str = "ymd"
-    """Of year, month and day, where dates are read from texts."""
+    """Order of year, month and day for dates read from texts."""
     start: float = 0.0
-    """The day from which days are counted, in days since 1970."""
+    """Start of the day count, in days since 1970."""
     fill: float = 0.0
     flag: bool = False
 
@@ -149,20 +149,20 @@ class Date(Feature):
     def restored(self, x: Tensor) -> Tensor:
         found = dict(zip(self.parts, x.double().unbind(1), strict=False))
         days = found["days"] + self.start
-        if "hour" in found:  # float32 knows the days to seconds at best
+        if "hour" in found:  # float32 resolves days to seconds at best
             days = (days - found["hour"] / 24).round() + found["hour"] / 24
         return torch.where(x[:, -1] > 0, torch.nan, days) if self.flag else days
 
 
 def parts_of(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
-    """The `PARTS` of dates, given in days since the beginning of 1970, in float64, each in the shape of `days`.
+    """Return the `PARTS` of dates, given in float64 as days since 1970-01-01, each in the shape of `days`.
 
     >>> {part: value.item() for part, value in parts_of(torch.tensor([18321.75], dtype=torch.float64)).items()}
     {'year': 2020.0, 'month': 2.0, 'day': 29.0, 'weekday': 5.0, 'hour': 18.0, 'days': 18321.75}
     """
     seconds = (days * 86400).round()
     day = (seconds / 86400).floor()
-    # The civil calendar, in years that begin in March, so that a leap day is the last of its year.
+    # The civil calendar, with years starting in March, so that a leap day is the last of its year.
     shifted = day + 719468
     era = (shifted / 146097).floor()  # of 400 years
     of_era = shifted - era * 146097
@@ -183,11 +183,10 @@ def parts_of(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Category(Feature):
-    """A text: one feature for each that is `known`, 1 where it is that and 0 elsewhere.
+    """A text as one-hot features, one per `known` category.
 
-    With `other` a feature more has all other texts, with `flag` one has what is missing; without them these are 0
-    everywhere. As a tensor a text is its number among those that are known, or the number behind them, and what is
-    missing the next.
+    `other` adds a feature for all other texts, `flag` one for missing values; without them, such rows are all zeros. As
+    a tensor, a text is its index in `known`; unknown texts have the next index, and missing values the one after.
 
     >>> colour = Category("colour", known=("blue", "red"), other=True)
     >>> colour.names, colour.raw(Column("text", ["red", "green"]))
@@ -224,7 +223,7 @@ class Category(Feature):
 
     @property
     def _kept(self) -> list[int]:
-        """The numbers that have a feature."""
+        """Indices that have a feature."""
         return [*range(len(self.known)), *([len(self.known)] * self.other), *([len(self.known) + 1] * self.flag)]
 
     @classmethod
@@ -237,7 +236,7 @@ class Category(Feature):
         return torch.where(x.amax(1) > 0, torch.tensor(self._kept)[x.argmax(1)], len(self.known))
 
     def numbers(self) -> dict[str | None, int]:
-        """The number of each text, under None that of texts that are not known; the empty text is a missing one."""
+        """Return the index of each text, with unknown texts under None; the empty text is a missing value."""
         known: dict[str | None, int] = {text: number for number, text in enumerate(self.known)}
         return {None: len(self.known), **dict.fromkeys(("", *_MISSING), len(self.known) + 1), **known}
 
@@ -247,20 +246,20 @@ _MISSING = [form(word) for word in sorted(MISSING - {""}) for form in (str.lower
 
 @dataclass(frozen=True)
 class Text(Feature):
-    """A column of texts, which a tokenizer makes token numbers of (see `texts.TextEncoder`)."""
+    """A column of texts, tokenized into ids (see `texts.TextEncoder`)."""
 
     kind: ClassVar[str] = "text"
     tokenizer: str = ""
-    """All of it, as the `tokenizers` library writes it."""
+    """The tokenizer, serialised by the `tokenizers` library."""
     longest: int = 1
-    """The most tokens of a text: what is behind them is cut."""
+    """Maximum number of tokens per text; longer texts are cut."""
     empty: int = 0
-    """The token of a text that has none."""
+    """Token for texts without tokens."""
 
 
 @dataclass(frozen=True)
 class Pixels(Feature):
-    """A column of images, whose channels have another mean and deviation than their own: those of a trained network."""
+    """A column of images normalised by the channel statistics of a pretrained network."""
 
     kind: ClassVar[str] = "pixels"
     mean: tuple[float, ...] = ()
@@ -268,7 +267,7 @@ class Pixels(Feature):
 
 
 def features_of(features: Sequence[Feature], raw: Sequence[Tensor]) -> Tensor:
-    """All features `[n, F]` of columns `[n]`, in their order; those of one kind are computed together."""
+    """Return all features `[n, F]` of columns `[n]`, in order; each kind is computed in one batch."""
     found: dict[int, Tensor] = {}
     kinds: list[type[Feature]] = [type(feature) for feature in features]
     for kind in dict.fromkeys(kinds):
@@ -279,25 +278,25 @@ def features_of(features: Sequence[Feature], raw: Sequence[Tensor]) -> Tensor:
 
 
 def _chosen(parts: Sequence[Tensor], places: Sequence[Sequence[int]]) -> Tensor:
-    """The columns of all parts `[n, f]` that are at these places."""
+    """Select these columns of the concatenated parts `[n, f]`."""
     every = [place for own in places for place in own]
     whole = torch.cat(list(parts), 1)
     return whole if every == list(range(whole.shape[1])) else whole.index_select(1, torch.tensor(every))
 
 
 def _filled(raw: Tensor, fills: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Columns `[n, k]` without what is missing, and what is."""
+    """Return columns `[n, k]` with missing values filled in, and the mask of missing values."""
     missing = ~(raw.abs() <= LARGEST)
     return torch.where(missing, _row(fills, raw), raw), missing
 
 
 def _row(values: Sequence[float], like: Tensor) -> Tensor:
-    # As a tensor: an exported network has a plain number in float32.
+    # as a tensor: an exported network stores a Python number in float32
     return torch.tensor(values, dtype=like.dtype)
 
 
 def _check_read(feature: Feature, column: Column, values: Tensor) -> None:
-    """Half of what is written must read as in training."""
+    """Raise unless at least half of the values parse as in training."""
     written = int((~column.empty()).sum())
     read = int((~values.isnan()).sum())
     if 2 * read < written:
@@ -309,7 +308,7 @@ _KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Number, Date, C
 
 
 def feature_of(plain: Mapping[str, Any]) -> Feature:
-    """The feature that `plain` gave; a `ValueError` where a value is of another type."""
+    """Rebuild a feature from `plain`; raise ValueError if a value has another type."""
     kind = _KINDS.get(plain["as"]) if isinstance(plain, Mapping) else None
     if kind is None:
         raise ValueError(f"a feature must be one of {', '.join(_KINDS)}, got {plain!r}")

@@ -1,4 +1,4 @@
-"""Encoded images into tensors, by Pillow."""
+"""Decode images into tensors, with Pillow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """Images of a column, decoded to one size and number of channels; None stands for that of the images."""
+    """Decode a column of images to one size and number of channels; None keeps those of the images."""
 
     size: Size | None = None
     channels: int | None = None
@@ -32,14 +32,14 @@ class ImageEncoder:
     reading: Sequence[ColumnReading] = ()
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
-        """The column of images of a source, which may have its own name there."""
+        """Return the image column of a source, which may have another name than in training."""
         found = find_images(source, image if image in source.columns else None)
         if found is None:
             raise ValueError(f"{source.name} must hold images, got the columns {', '.join(source.columns)}")
         return {name: source.columns[name] for name in found}
 
     def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str]) -> Encoded:
-        """The images of these rows, uint8 `[n, C, H, W]`; `where` tells where a row was read."""
+        """Decode the images of these rows, uint8 `[n, C, H, W]`; `where` describes a row's origin."""
         (column,) = columns.values()
         return decode(column.take(rows), lambda index: where(int(rows[index])), self.size, self.channels)
 
@@ -50,13 +50,13 @@ def decode(
     size: Size | None = None,
     channels: int | None = None,
 ) -> Encoded:
-    """The pixels of encoded images, uint8 `[n, C, H, W]`, all in memory at once, and the files where none was resized.
+    """Decode images into uint8 `[n, C, H, W]` in memory, and keep the files if none was resized.
 
-    C is 1 where all images are grey and 3 otherwise, or `channels`: palettes become colours, transparency is left
-    out, 16 bits become 8. Images of other sizes than `size` are resized so that they cover it, and cut at the middle;
-    without `size` they must all be of one size.
+    C is 1 if all images are grey, else 3, or `channels`: palettes become colours, transparency is dropped, 16 bits
+    become 8. Images of another size than `size` are resized to cover it and center-cropped; without `size` all images
+    must have the same size.
     """
-    # Before the loop, in which an error is taken for a fault of the image.
+    # outside of the loop, where errors count as faults of the image
     pillow = needed("PIL.Image", "data", "reading images")
     x = torch.empty(0, channels or 1, *(size or (0, 0)), dtype=torch.uint8)
     kept: list[int] = []
@@ -65,7 +65,7 @@ def decode(
     for row, file in enumerate(files):
         try:
             image = _plain(pillow.open(io.BytesIO(file)))
-        except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
+        except Exception as error:  # Pillow's decoders raise nearly anything
             bad[row] = f"the image is unreadable ({_reason(error)})"
             continue
         if channels is not None:
@@ -78,7 +78,7 @@ def decode(
                 f"images must all be of one size, or size= be given, to which they are resized: {where(row)} is "
                 f"{height} x {width} (height x width), those before it are {x.shape[2]} x {x.shape[3]}"
             )
-        if x.shape[1] < len(image.getbands()):  # the first image in colour
+        if x.shape[1] < len(image.getbands()):  # first colour image
             wider = _room(len(files), 3, height, width)
             wider[: len(kept)] = x[: len(kept)]
             x = wider
@@ -89,7 +89,7 @@ def decode(
 
 
 def refit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images `[N, C, H, W]` of one shape as images of another, in the way of `decode`."""
+    """Convert images `[N, C, H, W]` to another shape, the way `decode` does."""
     if tuple(x.shape[1:]) == shape:
         return x
     channels, height, width = shape
@@ -103,7 +103,7 @@ def refit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _room(count: int, channels: int, height: int, width: int) -> Tensor:
-    """An empty tensor for images, or an error where memory is too small for them."""
+    """Allocate a tensor for images; raise if memory is too small."""
     size = count * channels * height * width
     if size > (free := free_bytes(torch.device("cpu"))):
         raise ValueError(
@@ -114,12 +114,12 @@ def _room(count: int, channels: int, height: int, width: int) -> Tensor:
 
 
 def _plain(image: Any) -> Any:
-    """An image of mode L or RGB, turned the right way up."""
+    """Convert an image to mode L or RGB, and apply its EXIF orientation."""
     image.load()
-    if image.getexif().get(0x0112, 1) != 1:  # a photograph that was taken with a turned camera
+    if image.getexif().get(0x0112, 1) != 1:  # taken with a rotated camera
         image = needed("PIL.ImageOps", "data", "reading images").exif_transpose(image)
     if image.mode.startswith("I;16"):
-        # Pillow would cut all above 255, instead of scaling.
+        # Pillow would clip values above 255 instead of scaling.
         values = needed("numpy", "data", "reading images").asarray(image)
         return needed("PIL.Image", "data", "reading images").fromarray((values >> 8).astype("uint8"))
     if image.mode in ("I", "F"):
@@ -140,10 +140,10 @@ def _pixels(image: Any) -> Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, without the address of the buffer that Pillow mentions."""
+    """Return an error message without the buffer address that Pillow includes."""
     return "no known format" if "cannot identify" in str(error) else str(error) or type(error).__name__
 
 
 def find_images(source: Source, image: str | None) -> list[str] | None:
-    """The column of images: the given one, the only one, or one that is called so; None where there is none."""
+    """Return the image column: the given one, the only one, or one with a typical name; None if there is none."""
     return source.one_of_kind("image", image, ("image", "img")) or None

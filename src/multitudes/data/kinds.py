@@ -1,7 +1,7 @@
-"""The kinds of data: one row of `KINDS` for each, with all that depends on the kind.
+"""The kinds of data: one row of `KINDS` each, with everything that depends on the kind.
 
-What reads, normalises, trains on, measures and shows data asks their `Kind`. A new kind is a row here: no other module
-tests what the inputs are.
+Code that reads, normalises, trains on, measures or shows data uses its `Kind`. To add a kind, add a row here: no other
+module checks what the inputs are.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from multitudes.data.texts import CutToLongest, TextEncoder, find_texts
 from multitudes.training.optimizers import batch_size_for
 
 Shape = tuple[int, ...]
-"""Of one input, without the batch."""
+"""Shape of one input, without the batch axis."""
 
 Encoder = ImageEncoder | TextEncoder | TableEncoder
-"""Rows of a source into inputs of a network, as for training."""
+"""Encoders of a source's rows into network inputs, as in training."""
 
 
 def _as_is(x: Tensor, shape: Shape = ()) -> Tensor:
@@ -37,63 +37,63 @@ def _as_is(x: Tensor, shape: Shape = ()) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What is asked of data of one kind."""
+    """Everything specific to one kind of data."""
 
     name: str
-    """As files have it."""
+    """Name in files."""
     inputs: str
-    """What its inputs are called."""
+    """Word for its inputs."""
     dtype: torch.dtype
-    """Of inputs as they are kept."""
+    """Dtype of stored inputs."""
     dims: int
-    """How many dimensions one input has; no two kinds have as many and the same dtype."""
+    """Number of dimensions of one input; no two kinds share both this and the dtype."""
     form: str
-    """What a part's `x` must be, for errors."""
+    """Description of valid `x`, for errors."""
     find: Callable[[Source, Choice, str | None], list[str] | None]
-    """The columns of a source that can only be inputs, none where that is open; None where it is of another kind. The
-    last argument is the target, where it was given."""
+    """Return the columns of a source that must be inputs (empty if undecided); None if the source is of another
+    kind. The last argument is the target, if given."""
     options: Collection[str]
-    """The arguments of `load` that are for this kind alone."""
+    """Arguments of `load` for this kind only."""
     choose: Callable[[Source, str, Choice], dict[str, Column]]
-    """The columns of inputs, from the target and what was asked of them."""
+    """Choose the input columns, given the target and the options."""
     fit: Callable[[Mapping[str, Column], Tensor, Choice], Encoder]
-    """An encoder for these columns, fitted to the training rows."""
+    """Fit an encoder for these columns to the training rows."""
     encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
-    """The fitted one again, from the shape of the inputs, the names of their features, and what was fitted."""
+    """Rebuild the fitted encoder from the input shape, feature names and fitted features."""
     preprocessing: Callable[[Tensor, Sequence[Feature], str], nn.Module]
-    """What a network sees of scaled inputs, fitted to those of the training part, as kept; how numbers are taken."""
+    """Fit the preprocessing of scaled inputs to the training part, as stored; the last argument is `numbers`."""
     defaults: Callable[[Shape, int], dict[str, Any]]
-    """`{"model": ..., "training": ...}` of a study, in plain values, for inputs of a shape and so many to train on."""
+    """Default `{"model": ..., "training": ...}` of a study, for an input shape and a number of training rows."""
     arguments: Callable[[str, Shape, int, Collection[str]], dict[str, Any]]
-    """What the network of a name calls what the data decide: shape, number of outputs; the last is what it takes."""
+    """Arguments of the named network that the data determine; the last argument lists the parameters it accepts."""
     open: Callable[[Path], Source] = open_table
-    """New inputs from a file or folder."""
+    """Open new inputs from a file or folder."""
     refit: Callable[[Tensor, Shape], Tensor] = _as_is
-    """Inputs of another shape in this one."""
+    """Convert inputs of another shape to this one."""
     scaled: Callable[[Tensor], Tensor] = _as_is
-    """Inputs as floating-point numbers, before they are normalised."""
+    """Convert inputs to floating point, before normalisation."""
     named: bool = False
-    """True for features with names. Their encoder fills in what is missing, so that a row needs one value alone."""
+    """True if features have names. The encoder then fills in missing values, so a row needs only one value."""
     validation: float = 0.1
-    """The share of the training rows that is held out, where nothing else is said."""
+    """Default share of the training rows that is held out for validation."""
     feature_maps: bool = False
-    """True for images: they are decoded from files, can be moved and mirrored, and their whole numbers to predict are
-    classes, however many there are."""
+    """True for images: they are decoded from files, can be shifted and flipped, and integer targets are always
+    classes."""
     pictured: Callable[[Shape], bool] = lambda shape: False
-    """Whether a page can show the inputs as pictures."""
+    """Return whether a page can show the inputs as pictures."""
     written: bool = False
-    """True for texts, which a page can show. Their shape does not tell their kind."""
+    """True for texts, which a page can show. Their shape does not identify the kind."""
 
     def describe(self, shape: Shape) -> str:
-        """Such as "rows of 13"."""
+        """Describe the inputs, such as "rows of 13"."""
         return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.written else ''}"
 
     def blank(self, shape: Shape) -> Tensor:
-        """Four inputs of a shape with nothing in them, as a network sees them, on the CPU."""
+        """Return four empty inputs of a shape, as network inputs on the CPU."""
         return self.scaled(torch.zeros(4, *shape, dtype=self.dtype))
 
     def corruptible(self, shape: Shape) -> bool:
-        """Whether the corruptions of `mt.shift` are for inputs of this shape."""
+        """Return whether the corruptions of `mt.shift` support inputs of this shape."""
         return self.pictured(shape) and min(shape[1:]) >= 8
 
 
@@ -109,8 +109,8 @@ def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[
 
 
 def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -> Preprocessing:
-    """Mean and deviation of each channel, `[C, 1, 1]`: from its histogram, without a copy of the images in floating
-    point, or those of a trained network."""
+    """Fit the mean and standard deviation of each channel, `[C, 1, 1]`, from histograms, without a floating-point
+    copy of the images; or use those of a pretrained network."""
     for given in features:
         if isinstance(given, Pixels):
             mean, std = (torch.tensor(values)[:, None, None] for values in (given.mean, given.std))
@@ -132,7 +132,7 @@ def _fitted_images(columns: Mapping[str, Column], rows: Tensor, choice: Choice) 
 
 
 def _image_defaults(shape: Shape, rows: int) -> dict[str, Any]:
-    """The small networks read square images. Others that are as small get one that pools whatever is left of them."""
+    """Return defaults by size. The small networks need square images; other small images use a ResNet."""
     side = min(shape[1:])
     if side >= 32:
         return _defaults(
@@ -166,11 +166,11 @@ def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
 
 
 MOST_EPOCHS, FEWEST_EPOCHS, ROWS_IN_ALL = 200, 20, 2_100_000
-"""Of a table, how often its rows are trained on at most: each as often as makes so many rows in all, within limits."""
+"""Maximum and minimum epochs for tables; between them, as many as give this number of rows in all."""
 
 
 def table_training(rows: int) -> dict[str, Any]:
-    """How networks for tables are trained: what was measured to be best on validation rows (`results/README.md`)."""
+    """Return the training settings for tables that did best on validation rows (`results/README.md`)."""
     return {
         "epochs": min(MOST_EPOCHS, max(FEWEST_EPOCHS, ROWS_IN_ALL // rows)), "batch_size": batch_size_for(rows),
         "optimizer": "adamw", "lr": 2e-3, "weight_decay": 3e-4, "schedule": "constant", "clip": 1.0, "patience": 32,
@@ -191,11 +191,11 @@ def _text_arguments(model: str, shape: Shape, outputs: int, taken: Collection[st
 
 
 PRETRAINED_EPOCHS, MOST_TEXT_EPOCHS, TEXTS_IN_ALL = 4, 30, 100_000
-"""How often a transformer sees each input: a trained one a few times, another as often as makes so many in all."""
+"""Epochs of a transformer: a pretrained one needs few; otherwise as many as give this number of texts in all."""
 
 
 def transformer_training(rows: int, pretrained: bool) -> dict[str, Any]:
-    """How a Hugging Face model is trained: fine-tuned with a small rate, or from new weights with a larger one."""
+    """Return the training settings of a Hugging Face model: fine-tuning uses a smaller learning rate."""
     epochs = PRETRAINED_EPOCHS if pretrained else min(MOST_TEXT_EPOCHS, max(PRETRAINED_EPOCHS, TEXTS_IN_ALL // rows))
     return {
         "epochs": epochs, "batch_size": 32, "optimizer": "adamw", "lr": 5e-5 if pretrained else 5e-4,
@@ -252,11 +252,11 @@ KINDS = [
         validation=0.15,
     ),
 ]  # fmt: skip
-"""A source is of the first kind that finds its inputs in it: the table, which takes any source, is the last."""
+"""Kinds in order of preference: the first one that finds its inputs in a source wins; tables accept any source."""
 
 
 def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
-    """The kind of data of a name, or whose inputs have such a shape, `(C, H, W)` or `(F,)`.
+    """Return the kind of data with this name, or for this input shape, `(C, H, W)` or `(F,)`.
 
     >>> kind_of_shape((3, 32, 32)).name, kind_of_shape((13,)).name
     ('image', 'table')
@@ -266,7 +266,7 @@ def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
 
 
 def kind_of_inputs(x: Tensor) -> Kind:
-    """The kind of inputs `[N, ...]`."""
+    """Return the kind of inputs `[N, ...]`."""
     fitting = [kind for kind in KINDS if (x.dtype, x.dim()) == (kind.dtype, kind.dims + 1)]
     return _only("x must be", f"{x.dtype} {list(x.shape)}", fitting)
 
@@ -278,6 +278,6 @@ def _only(must: str, got: object, fitting: list[Kind]) -> Kind:
 
 
 def kind_of_source(source: Source, choice: Choice, target: str | None = None) -> tuple[Kind, list[str]]:
-    """The kind of a source, and the columns that can only be inputs."""
+    """Return the kind of a source, and the columns that must be inputs."""
     found = ((kind, kind.find(source, choice, target)) for kind in KINDS)
     return next((kind, names) for kind, names in found if names is not None)

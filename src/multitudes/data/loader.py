@@ -1,4 +1,4 @@
-"""Batches on the device, in an order that can be taken up again: `Loader`; random crops and flips, batched."""
+"""Batches on the device, in a resumable order: `Loader`; batched random crops and flips."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from multitudes.core.seeding import mixed
 from multitudes.data.types import Data, Part
 
 AUGMENTATIONS = ("standard", "crop")
-"""Random crops of padded images: with random flips from left to right, and without, for digits and letters."""
+"""Random crops of padded images, with horizontal flips (standard) or without (crop), for digits and letters."""
 
 
 class Loader:
     """Batches `(x, y)` of a part, on the device: `x` preprocessed, `y` classes or standardised numbers.
 
-    The order of an epoch depends on `seed` and the epoch's number alone, the augmentation of a batch on these and the
-    batch's number, on every device alike. An epoch that was iterated to its end is followed by the next.
-    `start(epoch, batch)` says where the next iteration begins, so that training can be taken up in the middle.
+    The order of an epoch depends only on `seed` and the epoch's number, and the augmentation of a batch on these and
+    the batch's number, on every device. A completed epoch is followed by the next one. `start(epoch, batch)` sets where
+    the next iteration begins, to resume training.
 
-    With `streams` of M, a batch is M batches one after the other, each of an order of its own: for members that learn
-    from different rows (`mt.batch_ensemble(rows="own")`).
+    With `streams` of M, a batch concatenates M batches, each in its own order: for members that train on different rows
+    (`mt.batch_ensemble(rows="own")`).
 
-    The part as a whole is moved to the device, where it takes at most half of the free memory; else each batch is.
+    The whole part is moved to the device if it takes at most half of the free memory; otherwise each batch is.
 
     >>> part = Part(torch.tensor([[1.0], [3.0], [1.0], [3.0]]), torch.tensor([0, 1, 0, 1]))
     >>> data = Data("four", part, part, part, ("a", "b"), ("x",), numbers="standard")
@@ -66,12 +66,12 @@ class Loader:
         self._y = data.standardised(part.y).to(self._x.device)
 
     def __len__(self) -> int:
-        """The number of batches of an epoch."""
+        """Return the number of batches per epoch."""
         whole, rest = divmod(len(self.part), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def start(self, epoch: int, batch: int = 0) -> None:
-        """The next iteration is of this epoch, beginning with this batch."""
+        """Start the next iteration at this batch of this epoch."""
         check_count("epoch", epoch, 0)
         if type(batch) is not int or not 0 <= batch <= len(self):
             limit = f"0 or more and at most {len(self)}, the batches of an epoch"
@@ -89,16 +89,16 @@ class Loader:
         self.epoch = epoch + 1
 
     def _order(self, epoch: int) -> Tensor:
-        """The rows of an epoch, `[streams, N]`."""
+        """Return the row order of an epoch, `[streams, N]`."""
         if not self.shuffle:
             return torch.arange(len(self.part), device=self._x.device).expand(self.streams, -1)
-        # Drawn on the CPU, so that every device has the same.
+        # drawn on the CPU, so that it is the same for every device
         generator = self._generator(epoch)
         drawn = [torch.randperm(len(self.part), generator=generator) for _ in range(self.streams)]
         return torch.stack(drawn).to(self._x.device)
 
     def _moves(self, epoch: int) -> Tensor:
-        """How each image of the epoch is moved, batch by batch, `[3, streams, N]`."""
+        """Return the random shift and flip of each image of the epoch, batch by batch, `[3, streams, N]`."""
         sizes = [len(rows) for rows in torch.arange(len(self.part)).split(self.batch_size)]
         shape, flip = self.part.x.shape[2:], self.augment == "standard"
         drawn = [
@@ -121,9 +121,9 @@ class Loader:
 
 
 def random_moves(count: int, size: tuple[int, ...], generator: torch.Generator, flip: bool = True) -> Tensor:
-    """How far down and right each of so many images is moved, and whether it is mirrored, `[3, count]`, on the CPU.
+    """Draw the vertical and horizontal shift and the flip of each image, `[3, count]`, on the CPU.
 
-    By up to 4 pixels either way; images of fewer than 32 pixels by an eighth of their shorter side.
+    Shifts are up to 4 pixels either way; below 32 pixels, up to an eighth of the shorter side.
     """
     reach = _reach(size)
     down, right = torch.randint(0, 2 * reach + 1, (2, count), generator=generator)
@@ -132,7 +132,7 @@ def random_moves(count: int, size: tuple[int, ...], generator: torch.Generator, 
 
 
 def moved(x: Tensor, moves: Tensor) -> Tensor:
-    """Images `[B, C, H, W]`, each moved and mirrored as `random_moves` says; black comes in."""
+    """Shift and flip images `[B, C, H, W]` by `random_moves`, with zero padding."""
     count, _, height, width = x.shape
     reach = _reach((height, width))
     down, right, mirrored = moves
@@ -145,5 +145,5 @@ def moved(x: Tensor, moves: Tensor) -> Tensor:
 
 
 def _reach(size: tuple[int, ...]) -> int:
-    """By how many pixels images of this height and width are moved at most."""
+    """Return the maximum shift in pixels for images of this height and width."""
     return max(1, min(4, min(size) // 8))

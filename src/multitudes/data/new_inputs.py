@@ -1,4 +1,4 @@
-"""New inputs for a trained network, from files, folders, tables and texts, with or without what is right for them."""
+"""New inputs for a trained network, from files, folders, tables and texts, with or without targets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from multitudes.data.types import Data
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs `[N, ...]` like those that a network was trained on, each with a name.
+    """Inputs `[N, ...]` like those of training, each with a name.
 
-    `bad` is how many could not be read, `unknown` how many have a category that the training data have not, `filled`
-    how many values were missing and filled in, by column, `notes` what else to look at.
+    `bad` counts unreadable inputs; `unknown` counts rows with a category that training has not; `filled` counts imputed
+    values by column; `notes` are further remarks.
     """
 
     names: list[str]
@@ -35,9 +35,9 @@ class Inputs:
 
 
 def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts: Sequence[str] = ()) -> Inputs:
-    """Image files and folders of them, or tables, whichever `data` is; what cannot be read is an error, or left out.
+    """Read image files and folders, or tables, depending on `data`; unreadable inputs raise or are skipped.
 
-    `texts` are inputs themselves, where `data` are texts.
+    `texts` are given directly as inputs, if `data` are texts.
     """
     sources = [("text", texts_source(texts, data))] if texts else []
     for path in paths:
@@ -48,7 +48,7 @@ def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts
 
 
 def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool = False) -> Inputs:
-    """The rows of sources, each with a name for the case that there are several."""
+    """Encode the rows of sources; their names are used if there are several."""
     names: list[str] = []
     filled: Counter[str] = Counter()
     parts, notes, bad, unknown = [], [], 0, 0
@@ -70,7 +70,7 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
 
 
 def texts_source(texts: Sequence[str], data: Data) -> Source:
-    """Texts themselves as a source, where `data` are texts."""
+    """Wrap texts in a source; raise if `data` are not texts."""
     if not data.kind.written:
         raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
     column = data.encoder.features[0].column
@@ -79,7 +79,7 @@ def texts_source(texts: Sequence[str], data: Data) -> Source:
 
 
 def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
-    """Sentences on categories that the training data had not, and on missing values."""
+    """Return sentences on unknown categories and missing values."""
     told = [f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that the training data had not"]
     return told * bool(unknown) + [
         f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training"
@@ -90,9 +90,9 @@ def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
 def labelled(
     source: str, data: Data, target: str | None = None, image: str | None = None, skip_bad: bool = False
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """Inputs like those of `data` and what is right for them, of a source's test part, or of all where it has none.
+    """Read inputs like those of `data` and their targets, from a source's test part, or from all rows if it has none.
 
-    The last are sentences on bad rows that were left out, and on what was filled in.
+    Also return sentences on bad rows that were left out and on imputed values.
     """
     if source == "digits" or source.lower().endswith(".mtdata"):
         other = load(source)
@@ -120,7 +120,7 @@ def labelled(
 
 
 def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:
-    """Targets with the numbers of the training's classes, by their names."""
+    """Map targets to the class indices of training, by name."""
     if not data.classes:
         return y
     for number in y.unique().tolist():

@@ -1,4 +1,4 @@
-"""Texts into numbers and dates: with decimal points or commas, and with day, month and year in any order."""
+"""Parse texts into numbers and dates: with decimal points or commas, and with day, month and year in any order."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import re
 from collections.abc import Callable, Sequence
 
 READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
-"""What a column can be read as: `text` is left out, `dmy` and `mdy` are dates with the day or the month first."""
+"""Kinds a column can be read as: `text` is left out; `dmy` and `mdy` are dates with the day or the month first."""
 
 ORDERS = ("ymd", "dmy", "mdy")
-"""How a date is written: year first, day first, month first. Dates with the year first and with names of months are
-read in every case."""
+"""Orders of day, month and year. Dates with the year first or with month names are read in every case."""
 
 AMBIGUOUS = "ambiguous"
-"""The order of dates whose day and month cannot be told apart."""
+"""Order of dates whose day and month cannot be distinguished."""
 
 ENOUGH = 0.9
-"""The share of values that must read as numbers or dates for a column to be one."""
+"""Share of values that must parse as numbers or dates for a column to be numeric or dates."""
 
 Texts = Sequence[str | None]
 
 # -- numbers -----------------------------------------------------------------------------------------------
 
 UNITS = "$€£¥% \u00a0\u202f"
-"""What may stand before or after a number."""
+"""Characters allowed before or after a number."""
 
 _SIGN, _EXPONENT = r"[+-]?", r"(?:[eE][+-]?\d+)?"
 _GROUPS = {".": ", \u00a0\u202f'", ",": ". \u00a0\u202f'"}
-"""What may stand between groups of three digits, by the decimal mark."""
+"""Separators allowed between groups of three digits, by decimal mark."""
 _NUMBER = {
     mark: re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:([{groups}])\d{{3}})(?:\1\d{{3}})*|\d*)(?:[{mark}]\d*)?{_EXPONENT}")
     for mark, groups in _GROUPS.items()
@@ -41,7 +40,7 @@ _COMMA, _POINT = re.compile(rf"{_SIGN}\d+,\d{{3}}"), re.compile(rf"{_SIGN}\d+\.\
 
 
 def read_number(text: str, mark: str = ".") -> float:
-    """A number whose decimal mark is a point or a comma, NaN where it is none; a sign of money or percent is left out.
+    """Parse a number with this decimal mark; NaN if it is none. Currency and percent signs are ignored.
 
     >>> read_number("1,234.5"), read_number("1.234,5 €", ","), read_number("2.5", ","), read_number("1,2")
     (1234.5, 1234.5, 2.5, nan)
@@ -60,15 +59,15 @@ def read_number(text: str, mark: str = ".") -> float:
 
 def _float(text: str) -> float:
     try:
-        return math.nan if "_" in text else float(text)  # which Python reads, and nobody writes
+        return math.nan if "_" in text else float(text)  # valid in Python, but nobody writes it
     except ValueError:
         return math.nan
 
 
 def decimal_marks(columns: Sequence[Texts], separator: str = ",") -> list[str]:
-    """The decimal mark of each column of a file, a comma where its cells can mean nothing else.
+    """Return the decimal mark of each column of a file; a comma if its cells can mean nothing else.
 
-    Where they can, as "1,234", other columns with decimal commas tell, or semicolons between the cells.
+    Ambiguous cells, such as "1,234", are resolved by other columns with decimal commas, or by semicolons between cells.
 
     >>> (
     ...     decimal_marks([["1,5", "2"], ["1.234", "5"]]),
@@ -88,11 +87,11 @@ def decimal_marks(columns: Sequence[Texts], separator: str = ",") -> list[str]:
 
 
 def _sure_mark(texts: Sequence[str]) -> str | None:
-    """None where the cells do not tell."""
+    """Return the unambiguous decimal mark; None if the cells are ambiguous."""
     if _any(_THOUSANDS_COMMA, texts) or _any(_DECIMAL_POINT, texts):
         return "."
     commas = [text for text in texts if "," in text]
-    numbers = _mostly(commas, lambda text: _NUMBER[","].fullmatch(text) is not None)  # and no words with commas
+    numbers = _mostly(commas, lambda text: _NUMBER[","].fullmatch(text) is not None)  # no words with commas
     return "," if numbers and _any(_DECIMAL_COMMA, texts) else None
 
 
@@ -122,9 +121,9 @@ _EPOCH = datetime.date(1970, 1, 1).toordinal()
 
 
 def read_date(text: str, order: str = "ymd") -> float:
-    """The days from the beginning of 1970 to a date, with the time as a fraction; NaN where it is none.
+    """Return the days from 1970-01-01 to a date, with the time as a fraction; NaN if it is none.
 
-    A month is its first day; nine or more digits are seconds since 1970, or thousandths of them.
+    A month means its first day; nine or more digits are seconds since 1970, or milliseconds.
 
     >>> (
     ...     read_date("1970-01-03"),
@@ -138,7 +137,7 @@ def read_date(text: str, order: str = "ymd") -> float:
         return _days(found.groupdict(), found["year"], found["month"], found["day"])
     if found := _MONTH.fullmatch(text):
         return _days({}, found["year"], found["month"], "1")
-    if found := _SECONDS.fullmatch(text):  # since 1970, or a thousand times as many
+    if found := _SECONDS.fullmatch(text):  # since 1970, or milliseconds
         return (int(found[1]) + int(found[2] or 0) / 1000) / 86400
     if found := _NAMED.fullmatch(text):
         name = (found["name"] or found["name_"]).lower()[:3]
@@ -154,7 +153,7 @@ def read_date(text: str, order: str = "ymd") -> float:
 def _year_last(found: re.Match[str]) -> tuple[str, str, str]:
     year = found["year"]
     if len(year) == 2:
-        year = f"{'19' if int(year) > 68 else '20'}{year}"  # as strptime reads them
+        year = f"{'19' if int(year) > 68 else '20'}{year}"  # same rule as strptime
     return found["first"], found["next"], year
 
 
@@ -175,7 +174,7 @@ def _days(clock: dict[str, str | None], year: str, month: str, day: str) -> floa
 
 
 def _zone(zone: str | None) -> int:
-    """Seconds by which a time is ahead of UTC."""
+    """Return the offset from UTC in seconds."""
     if zone in (None, "Z", "UTC"):
         return 0
     digits = zone[1:].replace(":", "").ljust(4, "0")
@@ -183,13 +182,13 @@ def _zone(zone: str | None) -> int:
 
 
 def date_order(texts: Texts) -> str | None:
-    """The order in which a column's dates are written, or `AMBIGUOUS`; None where it does not hold dates.
+    """Return the order in which a column's dates are written, or `AMBIGUOUS`; None if it does not hold dates.
 
     >>> date_order(["2020-05-01", None]), date_order(["31/1/2020", "1/2/2020"]), date_order(["1/2/2020"])
     ('ymd', 'dmy', 'ambiguous')
     """
     given = [text for text in texts if text is not None]
-    if not _mostly(given[:200], lambda text: _dated(text) is not None):  # so that long columns of words cost nothing
+    if not _mostly(given[:200], lambda text: _dated(text) is not None):  # a quick check first
         return None
     found = {text: _dated(text) for text in set(given)}
     if not _mostly(given, lambda text: found[text] is not None):
@@ -203,7 +202,7 @@ def date_order(texts: Texts) -> str | None:
 
 
 def digits_as_dates(texts: Texts) -> bool:
-    """Whether whole numbers look like dates, written as 20201231 or in seconds since 1970, all after 1900.
+    """Return whether integers look like dates: 20201231, or seconds since 1970, all from 1900 to 2099.
 
     >>> digits_as_dates(["20201231", "20210101"]), digits_as_dates(["20201331"]), digits_as_dates(["1600000000"])
     (True, False, True)
@@ -215,7 +214,7 @@ def digits_as_dates(texts: Texts) -> bool:
 
 
 def _dated(text: str) -> re.Match[str] | None:
-    """How a text is a date, if it is one in some order."""
+    """Return the match of a text that is a date in some order."""
     if found := _YEAR_FIRST.fullmatch(text) or _MONTH.fullmatch(text) or _NAMED.fullmatch(text):
         return None if math.isnan(read_date(text)) else found
     found = _YEAR_LAST.fullmatch(text)

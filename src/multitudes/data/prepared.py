@@ -1,8 +1,8 @@
-"""Prepared data: one compact file, read with safetensors and Pillow alone.
+"""Prepared data: one compact file, read with only safetensors and Pillow.
 
-The file is safetensors, sealed by a checksum, with a description in its header. Of each part it holds the targets and
-either the pixels, features or tokens, or the images as they came, encoded, one after the other, and where each of them
-ends. Of texts it holds those of the test part as well, for pages, and their tokenizer.
+The file is safetensors, sealed by a checksum, with a description in its header. For each part it holds the targets and
+either the pixels, features or tokens, or the original encoded images, concatenated, with their end offsets. For texts
+it also holds those of the test part, for pages, and the tokenizer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from multitudes.data.types import Data, Part
 
 ENTRY, VERSION = "data", 5
 LARGE = 8 << 20
-"""Bytes of a tensor, from which processes that read it share the memory of the file."""
+"""Size in bytes from which processes share a tensor through the memory-mapped file."""
 
 
 def save(data: Data, path: str | Path) -> Path:
-    """Write data into one file, which appears under its name when it is whole; gives its path.
+    """Write data to one file, which appears only when complete; return its path.
 
-    Images that came encoded are kept so, where that is smaller; all else is kept as it is.
+    Encoded images are kept encoded if that is smaller; everything else is stored as it is.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -51,7 +51,7 @@ def save(data: Data, path: str | Path) -> Path:
 
 
 def read(path: str | Path) -> Data:
-    """The data that `save` wrote."""
+    """Read the data that `save` wrote."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"path must be a prepared file, got {str(path)!r}, which does not exist")

@@ -1,8 +1,8 @@
-"""What a network sees of its inputs: `Preprocessing`, fitted to the training part.
+"""Preprocessing of network inputs, fitted to the training part: `Preprocessing`.
 
-Pixels are standardised. Numbers of a table become normal scores: a quantile transform, by which an outlier is no longer
-far away and a skewed column is spread out, as Gorishniy et al., *Revisiting Deep Learning Models for Tabular Data*
-(2021), and *TabM* (2025) do it. Zeros and ones stay as they are.
+Pixels are standardised. Numbers of a table become normal scores: a quantile transform pulls in outliers and spreads out
+skewed columns, as in Gorishniy et al., *Revisiting Deep Learning Models for Tabular Data* (2021), and *TabM* (2025).
+Zeros and ones stay as they are.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from multitudes.core.checks import check_choice
 from multitudes.data.features import Feature
 
 NUMBERS = ("quantile", "standard")
-"""How the numbers of a table are preprocessed: as normal scores, or minus their mean, over their deviation."""
+"""Preprocessing of a table's numbers: normal scores, or zero mean and unit standard deviation."""
 
 ROWS_A_KNOT, FEWEST, MOST = 30, 16, 1000
-"""A knot of the quantile transform stands for this many training rows, within limits: it follows no single row."""
+"""Training rows per knot of the quantile transform, and bounds on the number of knots, so that it does not overfit."""
 
 BEYOND = 2.0
-"""By how many deviations the transform goes on, in a line, beyond the least and the largest training value."""
+"""Linear extension of the transform, in standard deviations, beyond the training range."""
 
 
 class Preprocessing(nn.Module):
-    """`x [N, ...]` minus `mean`, over `std`; with knots, each feature `[N, F]` then goes through a function of its own.
+    """Standardise `x [N, ...]` by `mean` and `std`; with knots, also apply a function to each feature of `[N, F]`.
 
-    That function is linear between the knots `[F, K]`, rising from one of the scores `[F, K]` to the next, and constant
-    beyond the last. A row of knots may end in infinities, which are no knots. Features whose first knot is infinite
-    have no function.
+    The function is linear between the knots `[F, K]`, with values `scores` `[F, K]`, and constant outside. A row of
+    knots may be padded with infinities. Features whose first knot is infinite have no function.
 
     >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 1.0], [50.0, 0.0]])
     >>> scores = Preprocessing.fitted(x, [True, False])(x)
@@ -55,7 +54,7 @@ class Preprocessing(nn.Module):
 
     @classmethod
     def fitted(cls, x: Tensor, numeric: Sequence[bool], numbers: str = "quantile") -> Preprocessing:
-        """For features like these training rows `[N, F]`, of which some are numbers and the others zeros and ones."""
+        """Fit to training rows `[N, F]`; `numeric` marks the numbers, and other features are zeros and ones."""
         check_choice("numbers", numbers, NUMBERS)
         mean, std = (values.float() for values in mean_std(x))
         if numbers == "standard":
@@ -77,15 +76,15 @@ class Preprocessing(nn.Module):
         knots, scores = self.knots.mT, self.scores.mT
         at = (at - 1).clamp(min=0)
         low, high = knots.gather(0, at), knots.gather(0, at + 1)
-        share = ((x - low) / (high - low)).clamp(0, 1)  # 0 from the last knot on, where the next is infinite
+        share = ((x - low) / (high - low)).clamp(0, 1)  # 0 from the last knot on: the next one is infinite
         first, second = scores.gather(0, at), scores.gather(0, at + 1)
         return torch.where(knots[0].isfinite(), first + share * (second - first), x)
 
 
 def _function(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Knots and normal scores of a column `[N]` of standardised numbers: ties have the score of their middle rank.
+    """Return knots and normal scores of a column `[N]` of standardised numbers; ties get the score of their mid-rank.
 
-    The last knot is infinite, and so none.
+    The last knot is infinite padding.
     """
     known, counts = values.unique(return_counts=True)
     middle = (counts.double().cumsum(0) - counts.double() / 2) / len(values)
@@ -101,11 +100,11 @@ def _function(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 NARROWEST = 1e-4
-"""The width of the narrowest bin, in deviations: narrower ones would be noise of rounding."""
+"""Width of the narrowest bin, in standard deviations; narrower ones would be rounding noise."""
 
 
 def edges_of(scores: Tensor, bins: int) -> list[float]:
-    """The edges of at most so many bins, of about as many of these values `[N]` each; none where all are equal.
+    """Return the edges of at most `bins` quantile bins of values `[N]`; empty if all are equal.
 
     >>> edges_of(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]), 2), edges_of(torch.tensor([1.0, 1.0]), 2)
     ([0.0, 2.0, 4.0], [])
@@ -120,12 +119,12 @@ def edges_of(scores: Tensor, bins: int) -> list[float]:
 
 
 def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 128) -> list[int | list[float]]:
-    """The layout of features (see `Data.layout`) of which a network sees these training rows `[N, F]`."""
+    """Return the layout of features (see `Data.layout`) from preprocessed training rows `[N, F]`."""
     found: list[int | list[float]] = []
     at = 0
     for feature in features:
         many = sum(feature.numeric)
-        # A number that does not vary is as it is.
+        # constant numbers stay as they are
         found += [edges_of(seen[:, place], bins) or 1 for place in range(at, at + many)]
         at += len(feature.names)
         if rest := len(feature.names) - many:
@@ -134,7 +133,7 @@ def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 128) -> lis
 
 
 def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each column of `[N, F]`, in float64; a deviation of 1 where a column is constant."""
+    """Return mean and standard deviation of each column of `[N, F]` in float64; 1 for constant columns."""
     exact = x.double()
     constant = x.amin(0) == x.amax(0)
     mean = torch.where(constant, exact[0], exact.mean(0))

@@ -1,7 +1,7 @@
-"""Large CSV files, column by column with Arrow: numbers never become Python strings.
+"""Read large CSV files by column with Arrow: numbers never become Python strings.
 
-What is read is what `sources.py` reads cell by cell. Where a file is not plain (other separators, rows of another
-length, lines within cells, decimal commas) nothing is read here, and it is read there.
+The result equals that of `sources.py`, which reads cell by cell. Files that are not plain (other separators, rows of
+varying length, newlines in cells, decimal commas) return None and are read there.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from multitudes.data.columns import MISSING, Column, from_cells
 from multitudes.data.parsing import decimal_marks
 
 LARGE = 4 << 20
-"""Bytes, from which a file is read so: smaller ones are read at once in any way."""
+"""Size in bytes from which this reader is used; smaller files are fast either way."""
 PLAIN = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
-"""A number that everybody reads alike."""
+"""Number with an unambiguous format."""
 CODE = r"^[+-]?0\d"
-"""Digits that are maybe no number, and so are kept as they are written."""
+"""Digits with leading zeros, which may be codes and are kept as texts."""
 
 
 def quick_columns(path: Path) -> dict[str, Column] | None:
-    """The columns of a large and plain CSV file; None of any other."""
+    """Return the columns of a large, plain CSV file; None for any other."""
     if path.stat().st_size < LARGE or importlib.util.find_spec("pyarrow") is None:
         return None
     import pyarrow as pa
@@ -34,11 +34,11 @@ def quick_columns(path: Path) -> dict[str, Column] | None:
         table = _table(path)
         return None if table is None else _columns(table)
     except (pa.ArrowException, UnicodeDecodeError, csv.Error, OSError):
-        return None  # whoever reads it cell by cell finds out what is wrong, and where
+        return None  # the cell-by-cell reader reports what is wrong, and where
 
 
 def _table(path: Path) -> Any:
-    """All cells as texts; None where columns are not told apart by name and by commas, or a row is not one line."""
+    """Read all cells as texts; None if columns lack distinct names or commas, or a row is not one line."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
@@ -70,16 +70,16 @@ def _columns(table: Any) -> dict[str, Column] | None:
         found[name] = _number(cells)
         if found[name] is None:
             texts[name] = cells.to_pylist()
-        table = table.drop_columns([name])  # what has been read needs no memory any more
+        table = table.drop_columns([name])  # free the memory
     marks = decimal_marks(list(texts.values()))
     if "," in marks:
-        return None  # what a point means depends on all columns then
+        return None  # then a point is ambiguous too
     found |= {name: from_cells(own, mark) for (name, own), mark in zip(texts.items(), marks, strict=True)}
     return {name: column for name, column in found.items() if column is not None}
 
 
 def _number(cells: Any) -> Column | None:
-    """A column of plain numbers; None where one of them is not."""
+    """Return a column of plain numbers; None if any cell is not one."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

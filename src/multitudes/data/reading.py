@@ -1,7 +1,6 @@
-"""How the columns of a table are read: as numbers, dates or categories, or not at all, and why.
+"""Decide how the columns of a table are read: as numbers, dates, categories, or not at all, and why.
 
-`read_columns` decides it for all columns. What a column holds is told by all its rows; what is known of its values,
-by the training rows alone.
+`read_columns` decides for all columns. A column's kind depends on all rows; fitted values use the training rows only.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from multitudes.data.features import PARTS, Category, Date, Feature, Number, par
 from multitudes.data.parsing import AMBIGUOUS, ORDERS, READ_AS, date_order, decimal_marks, digits_as_dates
 
 FEW, RARE, MOST = 20, 10, 50
-"""A column of more than `FEW` categories keeps those of `RARE` training rows or more, and at most `MOST`: all others
-are one. Of fewer than `FEW` rows, nothing is told by values that are all different."""
+"""A column of more than `FEW` categories keeps those with at least `RARE` training rows, and at most `MOST`; the
+others are merged. Distinct values are no evidence of an id in fewer than `FEW` rows."""
 
 NEARLY, NEARLY_ALL = 0.99, 0.9
-"""The share of one value by which a column is nearly constant, and that of different values by which it is an id."""
+"""Shares from which a column is nearly constant (most common value), and an id (distinct values)."""
 
 
 @dataclass(frozen=True)
 class ColumnReading:
-    """How a column was read, for people.
+    """Description of how a column was read, for people.
 
-    `read_as` is number, date, category, id, text or target; `values` how many different values there are; `missing`
-    how many rows have none, or none that can be read; `dropped` why it is left out, if it is; `note` what to look at.
+    `read_as` is number, date, category, id, text or target; `values` counts distinct values; `missing` counts rows
+    without a readable value; `dropped` is the reason for leaving it out; `note` is a remark.
     """
 
     name: str
@@ -42,19 +41,19 @@ class ColumnReading:
     note: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all values, for JSON."""
         return asdict(self)
 
 
 class _Dropped(Exception):
-    """A column is left out: what it is read as, and why."""
+    """Raised to leave a column out, with its kind and the reason."""
 
     def __init__(self, read_as: str, reason: str) -> None:
         self.read_as, self.reason = read_as, reason
 
 
 def check_read_as(read_as: Mapping[str, str], names: Collection[str], source: str) -> None:
-    """Each must be a column of the source, and something that a column can be read as."""
+    """Raise unless each key is a column of the source and each value a valid kind."""
     for name, kind in read_as.items():
         if name not in names:
             raise ValueError(f"read_as={name!r} is no column of {source}, which has {', '.join(names)}")
@@ -65,10 +64,10 @@ def check_read_as(read_as: Mapping[str, str], names: Collection[str], source: st
 def read_columns(
     columns: Mapping[str, Column], rows: Tensor, read_as: Mapping[str, str] | None = None, sure: bool = False
 ) -> tuple[list[Feature], list[ColumnReading]]:
-    """The columns that features are made of, fitted to the training rows, and how all of them were read.
+    """Fit the features of columns to the training rows, and describe how all columns were read.
 
-    `read_as` says of some columns what they are. `sure` columns were chosen by name: none of them is left out for
-    being an id or constant.
+    `read_as` sets the kind of some columns. `sure` means that columns were chosen by name: none is dropped as an id or
+    constant.
 
     >>> import torch
     >>> columns = {"size": Column("number", torch.tensor([1.0, 2.0])), "day": Column("text", ["1.5.2020", "2.5.2020"])}
@@ -78,7 +77,7 @@ def read_columns(
     """
     asked = read_as or {}
     features, readings = _read_all(columns, rows, asked, columns if sure else asked)
-    if not features:  # rather row numbers than nothing
+    if not features:  # fall back to row numbers if nothing else is left
         numbers = [each.name for each in readings if each.read_as == "id" and columns[each.name].kind == "number"]
         features, readings = _read_all(columns, rows, asked, [*asked, *numbers])
     return features, readings
@@ -100,13 +99,13 @@ def _read_all(
 
 
 class _Reader:
-    """Decides how one column is read."""
+    """Decide how one column is read."""
 
     def __init__(self, name: str, column: Column, rows: Tensor, asked: str | None, sure: bool) -> None:
         self.name, self.column, self.rows, self.asked, self.sure = name, column, rows, asked, sure
         self.notes: list[str] = []
         self.values: list[str] = []
-        """Texts that are known; `known` and `differ` count the values that are, and those that are different."""
+        """Known texts; `known` and `differ` count the known values and the distinct ones."""
         self.known = self.differ = 0
         self.count = len(column)
 
@@ -115,7 +114,7 @@ class _Reader:
         return ColumnReading(self.name, read_as, self.differ, missing, dropped, "; ".join(self.notes))
 
     def feature(self) -> Feature:
-        """The column as a feature; `_Dropped` where it is left out."""
+        """Return the column as a feature; raise `_Dropped` if it is left out."""
         kind = self.asked or self._kind()
         if kind == "text":
             self._written()
@@ -156,7 +155,7 @@ class _Reader:
         return number_of(self.name, values[self.rows], mark)
 
     def _check_number_id(self, known: Tensor) -> None:
-        """Whole numbers that are all different are an id by their name, or where each is the last one and 1."""
+        """Raise or note if distinct integers are an id, by their name or because they count rows."""
         differ = self.differ
         if not self.column.whole or len(known) < FEW or differ < NEARLY_ALL * len(known):
             return
@@ -212,10 +211,10 @@ class _Reader:
             self.notes.append("day first" if order == "dmy" else "month first")
         return Date(self.name, parts or ("days",), order, start, _median(train), missing)
 
-    # -- what is looked at in all of them ------------------------------------------------------------------
+    # -- checks of all columns ---------------------------------------------------------------------------------
 
     def _measured(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The known values, the different ones among them, how often each is there, and those of the training rows."""
+        """Return the known values, the distinct ones with their counts, and the known training values."""
         self._check_asked(values)
         self._note_strays(values)
         known = values[values.float().isfinite()]
@@ -231,7 +230,7 @@ class _Reader:
         self.known, self.differ = len(self.values), len(set(self.values))
 
     def _check_asked(self, values: Tensor) -> None:
-        """What a column is to be read as, half of it must be."""
+        """Raise unless at least half of the values parse as the requested kind."""
         empty = self.column.empty()
         wrong = ~empty & values.isnan()
         if self.asked and 2 * int(wrong.sum()) > int((~empty).sum()):
@@ -253,12 +252,12 @@ class _Reader:
             self.notes.append(f"{count} read as missing: {', '.join(map(repr, shown[:3]))}{more}")
 
     def _note_constant(self, most: Any, count: int) -> None:
-        """`most` is the value that most rows have, `count` of them."""
+        """Note a nearly constant column; `most` is the most common value, with `count` rows."""
         if self.differ > 1 and count >= NEARLY * self.known:
             self.notes.append(f"nearly constant: {_short(most)!r} in {count / self.known:.1%} of the rows")
 
     def _note_codes(self) -> None:
-        """Whole numbers that may be dates, or codes."""
+        """Note integers that may be dates or codes."""
         if not self.column.whole or self.asked:
             return
         texts = self.column.texts()
@@ -268,7 +267,7 @@ class _Reader:
             self.notes.append("numbers with leading zeros are maybe codes: read them as category")
 
     def _note_numbers(self) -> None:
-        """Where half of a column of texts are numbers."""
+        """Note texts of which at least half are numbers."""
         different = list(set(self.values))
         column = Column("text", different)
         numbers = int((~column.numbers(decimal_marks([different])[0]).isnan()).sum())
@@ -278,7 +277,7 @@ class _Reader:
 
 
 def number_of(name: str, train: Tensor, mark: str = ".") -> Number:
-    """A number, fitted to the values `[n]` of the training rows, of which one at least is known.
+    """Fit a number to training values `[n]`, of which at least one is known.
 
     >>> import torch
     >>> number_of("a", torch.tensor([1.0, torch.nan, 5.0], dtype=torch.float64))
@@ -304,7 +303,7 @@ def _short(value: Any) -> Any:
 
 
 def _named_id(name: str) -> bool:
-    """Whether a name is that of an id.
+    """Return whether a name is that of an id.
 
     >>> [_named_id(name) for name in ("id", "customer_id", "PassengerId", "Unnamed: 0", "humid", "paid")]
     [True, True, True, True, False, False]

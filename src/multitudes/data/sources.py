@@ -1,4 +1,4 @@
-"""Where data come from, read into columns: CSV, Parquet, NumPy and image files, folders of them, Hugging Face."""
+"""Read sources into columns: CSV, Parquet, NumPy and image files, folders of them, and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Source:
-    """All rows of a source by column; which of them are whose part; where each was read.
+    """All rows of a source by column, with the rows of each part and where each row came from.
 
-    `origins` are the files in their order, each with its number of rows; `broken` says of rows what is wrong with
-    them as a whole; `target` is the column to predict, where that is clear; `files`, whether each row is a file;
-    `lines` are the lines on which the rows begin, counted from 1, where they are of text files; `arrays`, whether all
-    columns are features by themselves.
+    `origins` are the files in order, each with its number of rows; `broken` maps unusable rows to the reason; `target`
+    is the column to predict, if unambiguous; `files` is True if each row is a file; `lines` are the start lines of the
+    rows in text files, from 1; `arrays` is True if every column is a feature.
     """
 
     name: str
@@ -56,13 +55,13 @@ class Source:
         return sum(count for _, count in self.origins)
 
     def column(self, argument: str, name: str) -> Column:
-        """The column of this name, which an argument asked for."""
+        """Return a column that an argument named."""
         if name not in self.columns:
             raise ValueError(f"{argument}={name!r} is no column of {self.name}, which has {', '.join(self.columns)}")
         return self.columns[name]
 
     def trained_column(self, name: str) -> Column:
-        """The column of this name, which the training data had."""
+        """Return a column that the training data had."""
         if name not in self.columns:
             has = ", ".join(self.columns)
             raise ValueError(f"{self.name} must have the column {name!r}, as in training; it has {has}")
@@ -71,9 +70,9 @@ class Source:
     def one_of_kind(
         self, kind: str, given: str | None, names: Sequence[str], without: Collection[str] = ()
     ) -> list[str]:
-        """The column of images or texts: the given one, the only one, or the first of these names; none without any.
+        """Return the column of images or texts: the given one, the only one, or the first of these names, if any.
 
-        The kind is also the name of the argument that gives it. Columns `without` are not considered.
+        The kind is also the name of the argument that selects it. Columns in `without` are ignored.
         """
         if given is not None:
             column = self.column(kind, given)
@@ -87,16 +86,16 @@ class Source:
         return named or found
 
     def where(self, row: int) -> str:
-        """The file, and the place in it."""
+        """Return the file and the position in it."""
         name, _ = self._origin(row)
         return name if self.files else f"{name} {self.place(row)}"
 
     def place(self, row: int) -> str:
-        """The line of a text file, counted from 1; elsewhere the row, counted from 0."""
+        """Return the line of a text file, from 1, or else the row, from 0."""
         return f"line {self.lines[row]}" if self.lines else f"row {self._origin(row)[1]}"
 
     def _origin(self, row: int) -> tuple[str, int]:
-        """The file of a row, and its number there."""
+        """Return the file of a row, and its index there."""
         for name, count in self.origins:
             if row < count:
                 return name, row
@@ -105,7 +104,7 @@ class Source:
 
 
 def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> Source:
-    """Read a source; `split` names a column that says each row's part, `fold` one of a .npz file's own splits."""
+    """Read a source; `split` names the column with each row's part, `fold` selects a split of a .npz file."""
     path = Path(source)
     suffix = path.suffix.lower()
     if path.is_dir():
@@ -124,7 +123,7 @@ def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> 
 
 
 def short_name(source: str | Path) -> str:
-    """A name for a source: a file's or folder's own, the last part of an id.
+    """Return a short name for a source: the name of the file or folder, or the last part of an id.
 
     >>> short_name("data/wine.csv"), short_name("ufldl-stanford/svhn:cropped_digits"), short_name("photos/")
     ('wine', 'svhn', 'photos')
@@ -135,7 +134,7 @@ def short_name(source: str | Path) -> str:
 
 
 def _split_by(source: Source, split: str) -> Source:
-    """The source with the parts that its column `split` tells."""
+    """Assign parts by the column `split`."""
     column = source.column("split", split)
     if column.kind != "text":
         raise ValueError(f"split={split!r} must say train, validation or test, got a column of kind {column.kind}")
@@ -153,7 +152,7 @@ def _split_by(source: Source, split: str) -> Source:
 
 
 def _parts(stretches: Iterable[tuple[str | None, int]]) -> dict[str, Tensor]:
-    """Rows by part, from the number of rows of each stretch and its part, which is training if there is none."""
+    """Return the rows of each part, given the part (default train) and length of each stretch."""
     rows: dict[str, list[Tensor]] = {}
     start = 0
     for part, count in stretches:
@@ -163,7 +162,7 @@ def _parts(stretches: Iterable[tuple[str | None, int]]) -> dict[str, Tensor]:
 
 
 def _parts_of_files(origins: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
-    """Rows by part, from the names of their files, or else of the folders above."""
+    """Return the rows of each part, by the names of their files or of the folders above."""
     return _parts((part_named(file.rpartition("/")[2]) or part_named(file), count) for file, count in origins)
 
 
@@ -181,7 +180,7 @@ def _folder(folder: Path) -> Source:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """All files of a folder, but for hidden ones and those in hidden folders."""
+    """List all files of a folder, except hidden ones and those in hidden folders."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in files if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
@@ -191,7 +190,7 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def open_images(path: Path) -> Source | None:
-    """An image file, or the images of a folder, each named by its whole path; None where there are none."""
+    """Read an image file, or the images of a folder, named by full path; None if there are none."""
     if path.is_dir():
         folder, files = path, [file for file in _visible(path) if file.suffix.lower() in IMAGES]
     else:
@@ -200,14 +199,14 @@ def open_images(path: Path) -> Source | None:
 
 
 def open_table(path: Path) -> Source:
-    """The rows of a file, or of a folder of them."""
+    """Read the rows of a file or of a folder."""
     if not path.is_dir() and path.suffix.lower() not in {*_READERS, ".npz"}:
         raise ValueError(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
     return open_source(path)
 
 
 def _images(folder: Path, files: Sequence[Path]) -> Source:
-    """Images whose class is the name of their folder; above the classes there may be folders of parts."""
+    """Read images labelled by their folder; folders of classes may be inside folders of parts."""
     labels, parts = [], []
     for path in files:
         *folders, _ = path.relative_to(folder).parts
@@ -221,7 +220,7 @@ def _images(folder: Path, files: Sequence[Path]) -> Source:
 
 
 def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
-    """CSV files with the same header; separated by comma, semicolon or tab, whichever the header has most of."""
+    """Read CSV files with equal headers; the separator is the header's most frequent of comma, semicolon and tab."""
     if len(files) == 1 and (quick := quick_columns(files[0])):
         count = len(next(iter(quick.values())))
         origins = [(_relative(files[0], folder), count)]
@@ -254,8 +253,8 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
 
 
 def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
-    """What separates the cells, and each row that is not empty, with the line on which it begins."""
-    limit = csv.field_size_limit(sys.maxsize)  # cells may be as long as texts are, not only 131,072 characters
+    """Return the separator, and each non-empty row with its start line."""
+    limit = csv.field_size_limit(sys.maxsize)  # allow long texts: the default limit is 131,072 characters
     try:
         content = path.read_bytes()
         text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
@@ -299,7 +298,7 @@ def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
 
 
 def _features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
-    """What Hugging Face says about columns in a Parquet file; nothing where it says nothing that can be read."""
+    """Return Hugging Face's column descriptions in a Parquet file; empty if there are none that can be read."""
     try:
         found = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -314,7 +313,7 @@ def _same_columns(names: Sequence[str], others: Sequence[str], path: Path) -> No
 
 
 def _npz(path: Path, fold: int) -> Source:
-    """Arrays `X` `[N, F]` and `y` `[N]`; `train_idx` and `test_idx` `[K, n]` are the rows of K splits."""
+    """Read arrays `X` `[N, F]` and `y` `[N]`; `train_idx` and `test_idx` `[K, n]` are the rows of K splits."""
     np = needed("numpy", "data", "a .npz file")
     try:
         arrays = read_archive(path, free_bytes(torch.device("cpu")))
@@ -346,16 +345,16 @@ _READERS = {".parquet": _parquet, ".csv": _csv, ".tsv": _csv}
 
 
 def from_hub(name: str) -> Source:
-    """A Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`, through the `datasets` library.
+    """Read a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`, with the `datasets` library.
 
-    Where there are several configurations, none is the default and none is named, the first is taken, with a warning.
+    Without a named or default configuration the first one is used, with a warning.
     """
     datasets = needed("datasets", "data", f"the Hugging Face dataset {name!r}")
     path, _, config = name.partition(":")
     try:
         config = config or datasets.get_dataset_default_config_name(path) or _first_config(datasets, path)
         loaded = datasets.load_dataset(path, config)
-    except Exception as error:  # whatever the library and the network can raise comes out as one sentence
+    except Exception as error:  # turn any error of the library or network into one sentence
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"a source must be {SOURCES}, got {name!r}: no such file or folder, and as an id: {reason}"

@@ -1,4 +1,4 @@
-"""Which rows are for training, validation and test: by their names, or drawn."""
+"""Assign rows to training, validation and test: by name, or drawn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PARTS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval"),
 }
-"""The parts, and the words by which they go."""
+"""The parts, and the words that name them."""
 
 
 def part_named(name: str) -> str | None:
-    """The part that a file's or a split's name tells of, if any.
+    """Return the part named by a file or split, if any.
 
     >>> part_named("train-00-of-10.parquet"), part_named("my_val"), part_named("latest")
     ('train', 'validation', None)
@@ -30,7 +30,7 @@ def part_named(name: str) -> str | None:
 
 
 def spread(groups: Tensor, count: int, seed: int) -> Tensor:
-    """`count` of the N rows of `groups`, drawn by the seed, from each group its share, rounded up or down; in order.
+    """Draw `count` of the N rows of `groups`, stratified by group with shares rounded up or down; sorted.
 
     >>> rows = spread(torch.tensor([0, 1, 0, 1, 0, 0]), 3, seed=0)
     >>> len(rows), int((rows % 2 == 1).sum())  # of four and two, two and one
@@ -41,7 +41,7 @@ def spread(groups: Tensor, count: int, seed: int) -> Tensor:
 
 
 def fold_rows(groups: Tensor, folds: int, fold: int, seed: int) -> Tensor:
-    """The rows of one of K folds of the N rows of `groups`, in order: each row is in one, each group spread over all.
+    """Return the rows of one of K folds of the N rows of `groups`, sorted: a partition, stratified by group.
 
     >>> rows = [fold_rows(torch.tensor([0, 1, 0, 1, 0, 1]), 3, fold, seed=0) for fold in range(3)]
     >>> sorted(torch.cat(rows).tolist()), [int((own % 2 == 1).sum()) for own in rows]
@@ -51,8 +51,8 @@ def fold_rows(groups: Tensor, folds: int, fold: int, seed: int) -> Tensor:
 
 
 def _by_group(groups: Tensor, seed: int) -> Tensor:
-    """All rows, group by group, in each in a random order."""
-    # NumPy promises that the numbers of this generator never change, so that splits stay what they are.
+    """Return all rows sorted by group, in random order within each."""
+    # NumPy guarantees a stable stream for this generator, so splits never change.
     random = needed("numpy", "data", "a split").random.RandomState([seed % 2**32, seed >> 32])
     order = torch.from_numpy(random.permutation(len(groups)))
     return order[groups[order].argsort(stable=True)]
@@ -66,10 +66,10 @@ def split_rows(
     seed: int,
     fold: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """The rows of each part: a source's own parts, and what is missing drawn from its training rows.
+    """Return the rows of each part: those of the source, with missing parts drawn from the training rows.
 
-    `groups` `[N]` are the classes of all rows. Without a training part, a single part is taken for all there is. Of a
-    `fold` `(f, K)` of a cross-validation, that is the test part.
+    `groups` `[N]` are the classes of all rows. Without a training part, a single part counts as all data. With `fold`
+    `(f, K)`, fold f of a cross-validation is the test part.
     """
     own = {part: rows for part, rows in own.items() if len(rows)}
     if not own:
@@ -97,7 +97,7 @@ def split_rows(
 
 
 def _parted(pool: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows at the places `drawn`, and all others."""
+    """Split rows into those at positions `drawn` and the rest."""
     rest = torch.ones(len(pool), dtype=torch.bool)
     rest[drawn] = False
     return pool[drawn], pool[rest]

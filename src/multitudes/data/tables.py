@@ -1,4 +1,4 @@
-"""Columns of a table into numbers: features, and what is to be predicted."""
+"""Turn table columns into features and targets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from multitudes.data.reading import ColumnReading, check_read_as, read_columns
 from multitudes.data.sources import Source
 
 LABELS = ("label", "labels", "class", "target")
-"""Names of a column to predict, where none is given."""
+"""Default names of the column to predict."""
 CLASSES = 20
-"""Whole numbers of a table are classes where there are at most this many, each ten times or more on average."""
+"""Maximum number of values for integers of a table to be classes; each must occur ten times on average."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked of a source: the arguments of `load` of these names."""
+    """Options for reading a source: the arguments of `load` with these names."""
 
     target: str | None = None
     split: str | None = None
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class TableEncoder:
-    """Rows of a table into features: each column by its own `Feature`, fitted to the training rows.
+    """Encode rows of a table as features: each column by its own `Feature`, fitted to the training rows.
 
     >>> columns = {"size": Column("number", torch.tensor([1.0, 2.0, 3.0])), "colour": Column("text", ["b", "a", "c"])}
     >>> encoder = TableEncoder.fitted(columns, torch.tensor([0, 1]))
@@ -59,11 +59,11 @@ class TableEncoder:
 
     features: Sequence[Feature]
     reading: Sequence[ColumnReading] = ()
-    """How the columns were read, also those that are left out; known where the encoder was fitted."""
+    """Description of how all columns were read, including those left out; set when the encoder is fitted."""
 
     @classmethod
     def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice | None = None) -> TableEncoder:
-        """The encoder for these columns, fitted to these rows."""
+        """Fit an encoder for these columns to these rows."""
         choice = choice or Choice()
         features, reading = read_columns(columns, rows, choice.read_as, choice.columns is not None)
         if not features:
@@ -73,16 +73,16 @@ class TableEncoder:
 
     @classmethod
     def of_numbers(cls, names: Sequence[str]) -> TableEncoder:
-        """An encoder for columns of numbers, in which none is missing."""
+        """Make an encoder for columns of numbers without missing values."""
         return cls(tuple(Number(name) for name in names))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the features."""
+        """Names of the features."""
         return tuple(name for feature in self.features for name in feature.names)
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
-        """The columns of a source that features are made of."""
+        """Return the columns of a source that the features need."""
         found = {feature.column: source.trained_column(feature.column) for feature in self.features}
         for feature in self.features:
             try:
@@ -94,7 +94,7 @@ class TableEncoder:
     def __call__(
         self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
     ) -> Encoded:
-        """The features of these rows, float32 `[N, F]`."""
+        """Encode these rows as features, float32 `[N, F]`."""
         unknown, filled = torch.zeros(len(rows), dtype=torch.bool), {}
         raw = [feature.raw(columns[feature.column])[rows] for feature in self.features]
         for feature, own in zip(self.features, raw, strict=True):
@@ -106,7 +106,7 @@ class TableEncoder:
 
 
 def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Column]:
-    """The columns that features may be made of: the given ones, or all but the target and those to drop."""
+    """Return the candidate feature columns: the given ones, or all except the target and `drop`."""
     for name in choice.drop:
         source.column("drop", name)
     check_read_as(choice.read_as, source.columns, source.name)
@@ -123,7 +123,7 @@ def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Col
 
 
 def find_target(source: Source, target: str | None, inputs: Collection[str]) -> str:
-    """The column to predict: the given one; the source's own; where the inputs are known, one of labels by its name or
+    """Return the column to predict: the given one, the source's own, or, if the inputs are known, a label by name or
     type."""
     target = target or source.target
     if target is not None:
@@ -141,10 +141,10 @@ def find_target(source: Source, target: str | None, inputs: Collection[str]) -> 
 def targets(
     name: str, column: Column, rows: Tensor, as_classes: bool | None, labelled: bool
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """What to predict of all rows, `[N]`, and the names of the classes, none for regression.
+    """Return the targets of all rows, `[N]`, and the class names (empty for regression).
 
-    `rows` are those that have a target. Texts, booleans and named labels are classes; whole numbers are where the data
-    are `labelled`, or where there are few of them (`CLASSES`); all else is regression. `as_classes` overrides this.
+    `rows` are those that have a target. Texts, booleans and named labels are classes; integers are if the data are
+    `labelled`, or if they have few values (`CLASSES`); everything else is regression. `as_classes` overrides this.
     """
     if column.kind not in ("number", "text"):
         raise ValueError(f"target={name!r} must hold numbers or texts, got {column.kind}")

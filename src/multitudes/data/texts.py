@@ -1,7 +1,7 @@
-"""Texts into token numbers, by a Hugging Face tokenizer, which is kept with the data.
+"""Turn texts into token ids, with a Hugging Face tokenizer that is saved with the data.
 
-An input is int32 `[T]`: the numbers of a text's tokens, and -1 behind its end. T is the most tokens that a text may
-have; batches are cut to their longest text (`CutToLongest`).
+An input is int32 `[T]`: the token ids of a text, padded with -1. T is the maximum number of tokens; batches are cut to
+their longest text (`CutToLongest`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from multitudes.data.sources import Source
 from multitudes.data.tables import LABELS, Choice
 
 LONGEST = 256
-"""The most tokens of a text, where nothing else is said."""
+"""Default maximum number of tokens per text."""
 PADDING = -1
-"""Behind the end of a text: no token has this number."""
+"""Padding after the end of a text; no token has this id."""
 MULTIPLE = 8
-"""Batches are cut to a multiple of so many tokens, so that few lengths differ."""
+"""Batches are cut to a multiple of this many tokens, to limit the number of distinct lengths."""
 FILES = ("tokenizer.json", "vocab.*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
-"""Those that tokens are in."""
+"""Files that contain a vocabulary."""
 AT_ONCE = 4096
-"""Texts that are tokenized at once: what the library finds takes far more memory than the tokens."""
+"""Texts tokenized at a time: the library's results take far more memory than the token ids."""
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Texts of a column as token numbers."""
+    """Encode a column of texts as token ids."""
 
     text: Text
     reading: Sequence[ColumnReading] = ()
@@ -47,9 +47,9 @@ class TextEncoder:
 
     @classmethod
     def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> TextEncoder:
-        """For this one column, by the tokenizer that was chosen; the training rows teach it nothing."""
+        """Make an encoder with the chosen tokenizer; nothing is fitted to the training rows."""
         ((name, column),) = columns.items()
-        assert choice.tokenizer is not None  # as `load` has checked
+        assert choice.tokenizer is not None  # checked by `load`
         text = read_tokenizer(choice.tokenizer, choice.max_length or LONGEST)
         counts = Counter(value for value in column.values if value is not None)
         twice = sum(count > 1 for count in counts.values())
@@ -64,14 +64,14 @@ class TextEncoder:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are: one more than the largest number."""
+        """Number of tokens: the largest id plus one."""
         return 1 + int(max(self._tokenizer.get_vocab().values(), default=-1))
 
     def columns(self, source: Source, image: str | None = None) -> dict[str, Column]:
-        """The column of texts of a source, under its name in training."""
+        """Return the text column of a source, which has the same name as in training."""
         name = self.text.column
         column = source.trained_column(name)
-        if column.numeric and column.cells:  # a file without types, in which the texts look like numbers
+        if column.numeric and column.cells:  # an untyped file whose texts look like numbers
             column = Column("text", column.cells)
         if column.kind != "text":
             raise ValueError(f"column {name!r} of {source.name} must hold texts, as in training, got {column.kind}s")
@@ -80,7 +80,7 @@ class TextEncoder:
     def __call__(
         self, columns: Mapping[str, Column], rows: Tensor, where: Callable[[int], str] | None = None
     ) -> Encoded:
-        """The token numbers of these rows, int32 `[n, T]`, and the texts themselves."""
+        """Return the token ids of these rows, int32 `[n, T]`, and the texts."""
         (column,) = columns.values()
         texts: list[str] = column.take(rows)
         x, cut = self.tokens(texts)
@@ -89,11 +89,11 @@ class TextEncoder:
         return Encoded(x, list(range(len(texts))), files=files, notes={self.text.column: note} if cut else {})
 
     def tokens(self, texts: Sequence[str]) -> tuple[Tensor, int]:
-        """The token numbers of texts, int32 `[n, T]`, and how many of the texts were cut."""
+        """Return the token ids of texts, int32 `[n, T]`, and the number of texts that were cut."""
         x = torch.full((len(texts), self.text.longest), PADDING, dtype=torch.int32)
         cut = 0
         for start in range(0, len(texts), AT_ONCE):
-            # Without halves of characters, which no tokenizer takes.
+            # remove lone surrogates, which tokenizers reject
             some = [text.encode(errors="replace").decode() for text in texts[start : start + AT_ONCE]]
             for row, found in enumerate(self._tokenizer.encode_batch(some), start):
                 ids = found.ids or [self.text.empty]
@@ -106,25 +106,25 @@ class TextEncoder:
         library = needed("tokenizers", "huggingface", "a text")
         try:
             return library.Tokenizer.from_str(self.text.tokenizer)
-        except Exception as error:  # whatever the library finds wrong, it raises as it is
+        except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"the tokenizer of {self.text.column!r} cannot be read: {error}") from error
 
 
 def read_tokenizer(place: str | Path, longest: int) -> Text:
-    """The tokenizer of a Hugging Face folder, or of a name in the hub's local cache, for so many tokens at most.
+    """Read the tokenizer of a Hugging Face folder, or of a name in the hub's local cache, with a maximum length.
 
-    Only what the `tokenizers` library reads is taken, from files that hold no code.
+    Only files of the `tokenizers` library are used, which contain no code.
     """
     check_count("max_length", longest)
     folder = local_place(str(place), "tokenizer")
     folder = folder.parent if folder.is_file() else folder
-    if not any(found for pattern in FILES for found in folder.glob(pattern)):  # transformers would make an empty one
+    if not any(found for pattern in FILES for found in folder.glob(pattern)):  # transformers would create an empty one
         raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer: there is no tokenizer.json in it")
     transformers = needed("transformers", "huggingface", "a tokenizer")
     try:
         with quiet():
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises nearly anything where files are missing
+    except Exception as error:  # transformers raises nearly anything if files are missing
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer that can be read: {reason}") from error
     backend = getattr(found, "backend_tokenizer", None)
@@ -145,7 +145,7 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
 
 
 def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] | None:
-    """The column of texts: the given one, the only one, or one that is called so; None where none is asked for."""
+    """Return the text column: the given, only or typically named one; None if texts are not requested."""
     if choice.text is None and choice.tokenizer is None:
         return None
     if choice.text is not None and choice.text == target:
@@ -158,7 +158,7 @@ def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] 
 
 
 class CutToLongest(nn.Module):
-    """Token numbers `[B, T]` without what is behind the end of all of them, but for a few.
+    """Cut token ids `[B, T]` to the longest text of the batch, rounded up to a multiple of `MULTIPLE`.
 
     >>> CutToLongest()(torch.tensor([[5, 6, *[-1] * 30], [7, *[-1] * 31]])).shape
     torch.Size([2, 8])
@@ -169,11 +169,11 @@ class CutToLongest(nn.Module):
         return x[:, : max(MULTIPLE, -(-longest // MULTIPLE) * MULTIPLE)]
 
 
-# -- Hugging Face models on this machine; nothing is ever downloaded -----------------------------------------
+# -- local Hugging Face models; nothing is ever downloaded ------------------------------------------------
 
 
 def local_place(name: str, argument: str) -> Path:
-    """The folder, or the file in one, that a name stands for: a path, or a name in the hub's local cache.
+    """Return the folder or file of a name: a path, or a name in the hub's local cache.
 
     >>> local_place("./nowhere", "tokenizer")
     Traceback (most recent call last):
@@ -198,7 +198,7 @@ def local_place(name: str, argument: str) -> Path:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers shows no progress and no warnings."""
+    """Silence progress bars and warnings of transformers inside the context."""
     logging = needed("transformers.utils.logging", "huggingface", "a Hugging Face model")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What a network is trained and measured on: `Part`, one part of it, and `Data`, all of it."""
+"""Data sets: `Part` is one part, `Data` all of them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from multitudes.data.preprocessing import NUMBERS, layout_of, mean_std
 from multitudes.data.reading import ColumnReading
 
 NETWORK_TASKS = {"classification": "classification", "regression": "gaussian"}
-"""The task of networks for data of each task: numbers are predicted with their noise."""
+"""Task of networks for data of each task: regression also predicts the noise."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Part:
-    """One part of a data set, N inputs and what is right for them, on the CPU.
+    """One part of a data set, N inputs and their targets, on the CPU.
 
-    `x` are images, uint8 `[N, C, H, W]`, the features of a table, float32 `[N, F]`, as they are: not standardised, or
-    the tokens of texts, int32 `[N, T]`, with -1 behind the end of each. `y` are classes, int64 `[N]`, or the numbers of
-    a regression, float32 `[N]`, in their own units. `files` are the encoded images, where they are known and decode to
-    `x`; a prepared file keeps them instead of the pixels. Of texts they are the texts themselves.
+    `x` are images, uint8 `[N, C, H, W]`; features of a table, float32 `[N, F]`, not standardised; or tokens of texts,
+    int32 `[N, T]`, padded with -1. `y` are classes, int64 `[N]`, or numbers of a regression, float32 `[N]`, in their
+    own units. `files` are the encoded images that decode to `x`, if known; a prepared file stores them instead of the
+    pixels. For texts, they are the texts themselves.
     """
 
     x: Tensor
@@ -59,10 +59,10 @@ class Part:
 class Data:
     """Training, validation and test part, and out-of-distribution inputs, which belong to none of the classes.
 
-    `classes` are the names of the classes, none for regression; `columns` the names of a table's features, none for
-    images; `ood` out-of-distribution inputs by name, each like `x`; `dropped` how many bad rows were left out, by
-    reason; `features` how the columns of a table become features, by default each as the number it is (see `encoder`);
-    `reading` how each column of the source was read; `numbers` how a network sees the numbers of a table (`NUMBERS`).
+    `classes` are the class names, empty for regression; `columns` the names of a table's features, empty for images;
+    `ood` out-of-distribution inputs by name, each like `x`; `dropped` counts bad rows that were left out, by reason;
+    `features` define how the columns of a table become features, by default as plain numbers (see `encoder`); `reading`
+    describes how each column of the source was read; `numbers` is the preprocessing of a table's numbers (`NUMBERS`).
 
     >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
     >>> data = Data("two points", part, part, part, columns=("a",), numbers="standard")
@@ -117,12 +117,12 @@ class Data:
 
     @property
     def kind(self) -> Kind:
-        """What the inputs are, and all that depends on it."""
+        """Kind of the inputs."""
         return kind_of_inputs(self.train.x)
 
     @property
     def encoder(self) -> Encoder:
-        """Rows of other sources into inputs like these."""
+        """Encoder of other sources' rows into inputs like these."""
         return self.kind.encoder(self.shape, self.columns, self.features)
 
     @property
@@ -132,81 +132,81 @@ class Data:
 
     @property
     def network_task(self) -> Task:
-        """The task of networks for these data: classes, or values with their noise."""
+        """Task of networks for these data: classes, or values with their noise."""
         return task_of(NETWORK_TASKS[self.task])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one input, `(C, H, W)` or `(F,)`."""
+        """Shape of one input, `(C, H, W)` or `(F,)`."""
         return tuple(self.train.x.shape[1:])
 
     @property
     def outputs(self) -> int:
-        """How many numbers a network answers with: the number of classes, or 1."""
+        """Number of predicted values: the number of classes, or 1."""
         return len(self.classes) or 1
 
-    # -- what a network sees -----------------------------------------------------------------------------
+    # -- preprocessing ------------------------------------------------------------------------------------------
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Inputs like those of a part as floating-point numbers: images in [0, 1], tables as they are; tokens stay."""
+        """Convert inputs to floating point: images to [0, 1], tables unchanged; tokens stay integers."""
         return self.kind.scaled(x)
 
     def preprocess(self, x: Tensor) -> Tensor:
-        """What a network is called with: scaled inputs, by the `preprocessing`; tokens are cut to the longest text."""
+        """Preprocess scaled inputs for the network; tokens are cut to the longest text."""
         if self.kind.written:
             cut: Tensor = self.preprocessing(x)
             return cut
         if not x.is_floating_point():
             raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
         place = (x.device, x.dtype)
-        if place not in self._placed:  # once: a copy to a GPU waits for everything that the GPU has to do
+        if place not in self._placed:  # cached: a copy to a GPU synchronises with it
             self._placed[place] = copy.deepcopy(self.preprocessing).to(x)
         seen: Tensor = self._placed[place](x)
         return seen
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Inputs like those of a part as a network is called with them: scaled and preprocessed."""
+        """Scale and preprocess inputs for the network."""
         return self.preprocess(self.scaled(x))
 
     def standardised(self, y: Tensor) -> Tensor:
-        """What a network learns: classes as they are, numbers minus `target_mean`, over `target_std`."""
+        """Return training targets: classes unchanged, numbers standardised by `target_mean` and `target_std`."""
         return y if self.classes else (y - self.target_mean) / self.target_std
 
     def in_units(self, y: Tensor) -> Tensor:
-        """Standardised numbers in the units of the targets."""
+        """Convert standardised numbers to the units of the targets."""
         return y * self.target_std + self.target_mean
 
     @cached_property
     def preprocessing(self) -> nn.Module:
-        """From scaled inputs to what a network sees, fitted to the training part."""
+        """Preprocessing of scaled inputs, fitted to the training part."""
         return self.kind.preprocessing(self.train.x, self.encoder.features, self.numbers)
 
     def layout(self, bins: int = 128) -> list[int | list[float]]:
-        """What the features of a table are, one column after the other, as `models.tabular` takes it.
+        """Describe the features of a table, one column after the other, for `models.tabular`.
 
-        Of a number the edges of at most so many bins of what a network sees, each with about as many training rows; of
-        features of zeros and ones how many belong together.
+        A number has the edges of at most `bins` quantile bins of its preprocessed training values; a group of zeros and
+        ones has its size.
         """
         return layout_of(self.encoder.features, self.normalised(self.train.x), bins)
 
     @cached_property
     def target_mean(self) -> float:
-        """The mean of the training part's targets; 0 for classification."""
+        """Mean of the training targets; 0 for classification."""
         return 0.0 if self.classes else mean_std(self.train.y[:, None])[0].item()
 
     @cached_property
     def target_std(self) -> float:
-        """The deviation of the training part's targets, 1 where they are all the same; 1 for classification."""
+        """Standard deviation of the training targets; 1 for classification or constant targets."""
         return 1.0 if self.classes else mean_std(self.train.y[:, None])[1].item()
 
     @cached_property
     def _placed(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
-        """The preprocessing on each device that it was needed on."""
+        """Cached copies of the preprocessing, by device and dtype."""
         return {}
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of everything that a result can depend on: the same data, the same fingerprint."""
+        """SHA-256 of everything that a result can depend on: equal data have equal fingerprints."""
         names = [self.classes, self.columns, tuple(self.ood)]
         if self.kind.named and self.numbers != "standard":
             names.append((self.numbers,))

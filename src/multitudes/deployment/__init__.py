@@ -1,6 +1,6 @@
-"""Networks at work: `deploy` makes a trained network answer as fast as its machine can.
+"""Deployment: `deploy` makes a trained network as fast as possible on its machine.
 
-Imports `core`, `metrics`, `evaluation`, `storage`. `conversion.py` decides; `preparing.py` leaves less to compute; an
-engine (`engines.py`) runs. What it does to a network is a file of its own: norms folded, kernels fused, graphs
-captured, ONNX Runtime. Whoever adds an engine or a fusion changes these alone, and proves it against the network.
+Imports `core`, `metrics`, `evaluation`, `storage`. `conversion.py` decides; `preparing.py` reduces the work; an engine
+(`engines.py`) runs the network. Each optimisation has its own file: folded norms, fused kernels, captured graphs, ONNX
+Runtime. A new engine or fusion only changes these files, and is verified against the network.
 """

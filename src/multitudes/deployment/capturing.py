@@ -1,7 +1,7 @@
-"""Capturing: a network's kernels for inputs of one shape, fused and started as one CUDA graph.
+"""Capture a network's kernels for inputs of one shape as one CUDA graph, with fused convolutions.
 
-A network of convolutions is traced, its convolutions fused, and each run in its fastest way; so is one that draws. Any
-other is compiled. Of members, the ways to run them that may be fastest are all captured, and the fastest stays.
+A network of convolutions is traced, its convolutions are fused, and each runs in its fastest way; so does a stochastic
+network. Any other is compiled. For members, all promising ways to run them are captured, and the fastest is kept.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Told = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function to capture: how its members run, and its convolutions; and what to say of it."""
+    """A function to capture: how its members and convolutions run, and rows for the summary."""
 
-    function: Callable[..., Tensor]  # which holds the weights that a graph reads
+    function: Callable[..., Tensor]  # holds the weights that a graph reads
     runner: str
     ways: Sequence[Way]
     told: Told
 
 
 class Captured:
-    """One CUDA graph: what it is given is copied to where the graph reads, and its answer to a tensor of its own.
+    """One CUDA graph: inputs are copied to its input tensors, and outputs to a new tensor.
 
-    `noise` is what its draws take; its numbers are drawn inside of the graph.
+    `noise` holds the random numbers of its draws, which are generated inside the graph.
     """
 
     def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
@@ -68,7 +68,7 @@ class Captured:
         return str(self.rows) if self.noise is None else f"{self.rows} (x {plural(self.noise.draws, 'draw')})"
 
     def __call__(self, x: Input, rows: int, seed: int | None = None) -> Tensor:
-        """The predictions `[S, rows, ...]` of a batch that has no more rows than the graph."""
+        """Predict `[S, rows, ...]` for a batch with at most as many rows as the graph."""
         for own, given, batched in zip(self.inputs, tensors_in(x), self.batched, strict=True):
             (own[:rows] if batched else own).copy_(given)
         if self.noise is not None:
@@ -80,9 +80,9 @@ class Captured:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Inside, kernels become part of a graph instead of being run, and so do the numbers of these random sources.
+    """Record kernels, and numbers of these generators, into a graph inside the context, instead of running them.
 
-    Where that fails, torch's own random source, its allocator and the current stream are as they were before.
+    On failure, torch's random state, allocator and current stream are restored.
     """
     for generator in generators:
         graph.register_generator_state(generator)
@@ -105,9 +105,9 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch
 
 
 def _recover(pool: Any) -> None:
-    """Have torch know that a capture has ended, which it does not notice of one that fails: all random numbers of the
-    device would be an error from then on. A capture that succeeds tells it."""
-    with suppress(RuntimeError, AttributeError):  # if it has noticed
+    """Reset torch's state after a failed capture, which torch does not notice: otherwise all further random numbers
+    of the device raise. A successful capture resets it."""
+    with suppress(RuntimeError, AttributeError):  # torch has noticed
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
@@ -117,7 +117,7 @@ def _recover(pool: Any) -> None:
 
 @contextmanager
 def _tuned() -> Iterator[None]:
-    """Inside, cuDNN tries its algorithms and takes the fastest."""
+    """Let cuDNN benchmark its algorithms inside the context."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     try:
         yield
@@ -126,7 +126,7 @@ def _tuned() -> Iterator[None]:
 
 
 def _warmed(function: Callable[[], Any]) -> None:
-    """Call a function a few times on a stream of its own, as is asked of what will be captured."""
+    """Call a function a few times on a separate stream, as required before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -136,7 +136,7 @@ def _warmed(function: Callable[[], Any]) -> None:
 
 
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
-    """Time the kernels of a call without the time to start them; infinite where it cannot be captured."""
+    """Time the kernels of a call, excluding launch time; infinite if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with _tuned():
@@ -161,15 +161,15 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
     return min(times[1:])
 
 
-# -- what is captured --------------------------------------------------------------------------------------
+# -- capturing networks ------------------------------------------------------------------------------------
 
 
 def capture(
     plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None, draws: int = 0
 ) -> Captured:
-    """The fastest graph of a network for inputs like `x`, of so many draws; `CannotTrace` where there is none.
+    """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
-    With a recipe, that of a graph for other sizes, nothing is timed or compiled, which would take long.
+    With the recipe of a graph for another size, the slow timing and compiling is skipped.
     """
     best: Captured | None = None
     reason = ""
@@ -185,7 +185,7 @@ def capture(
             torch.cuda.empty_cache()
             reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
             continue
-        except (RuntimeError, ValueError) as error:  # CannotTrace among them
+        except (RuntimeError, ValueError) as error:  # includes CannotTrace
             reason = reason or str(error).strip().splitlines()[0]
             continue
         if best is None or _replayed(found.graph) < _replayed(best.graph):
@@ -196,8 +196,8 @@ def capture(
 
 
 def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
-    """The ways to run members that may be the fastest: their kernels side by side, or one member after the other."""
-    if not isinstance(net, Members) or draws:  # members that draw do so one after the other
+    """Return the candidate ways to run members: batched kernels, or one member after the other."""
+    if not isinstance(net, Members) or draws:  # stochastic members run one after the other
         return [""]
     if not _convolves(net):
         return ["loop" if net.refusal("vmapped", x) else "vmapped"]
@@ -205,13 +205,13 @@ def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
 
 
 def _convolves(net: Multitude) -> bool:
-    """Return whether a network has at least as many kernels as matrices."""
+    """Return whether a network has at least as many convolution kernels as matrices."""
     ranks = [parameter.dim() for parameter in net.network.parameters()]
     return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
 
 
 def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
-    """A network as a function of tensors, which are put in the place of those in `x`."""
+    """Wrap a network as a function of the tensors in `x`."""
 
     def call(*tensors: Tensor) -> Tensor:
         given = iter(tensors)
@@ -223,12 +223,12 @@ def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
 
 
 def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
-    """A network as it is, or compiled."""
+    """Return a recipe for a network without fusion, compiled if possible."""
     with torch.no_grad():
-        call(*tensors)  # what is to be found out about the input is found out before it is captured
+        call(*tensors)  # fill caches before the capture
         try:
             check_waits(call, tensors)
-        except CannotTrace:  # what it waits for may be a constant
+        except CannotTrace:  # the value may be a constant
             return _fused(call, tensors, runner, like)
         if like is not None:
             return Recipe(call, runner, (), [("kernels", "torch's own")])
@@ -238,14 +238,14 @@ def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like
                 quick(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler fails in its own ways
+        except Exception as error:  # compilers raise anything
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return Recipe(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
     return Recipe(quick, runner, (), [("kernels", "compiled")])
 
 
 def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
-    """A network that is traced, its convolutions fused, each in its fastest way, or in that of another recipe."""
+    """Trace a network and fuse its convolutions, each in its fastest way or in that of another recipe."""
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
@@ -258,7 +258,7 @@ def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like
         take(graph, ways)
         told = _ways_told(ways, fused)
         if _left_over(graph) > WORTH_COMPILING:
-            with suppress(Exception):  # a compiler fails in its own ways, and the graph is right without
+            with suppress(Exception):  # compilers raise anything; the graph is correct without
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
                 return Recipe(quick, runner, ways, [*told, ("the rest" if ways else "kernels", "compiled")])
@@ -266,12 +266,12 @@ def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like
 
 
 WORTH_COMPILING = 0.1
-"""Numbers that pointwise functions and norms write, as a share of what convolutions write, above which a graph is
-compiled; of a network whose convolutions take up all else nothing is left but pooling and the last layer."""
+"""Compile a graph if pointwise functions and norms write more than this share of what convolutions write. If
+convolutions absorb everything else, only pooling and the last layer are left."""
 
 
 def _left_over(graph: fx.GraphModule) -> float:
-    """Return how much of what a graph writes is written by functions that a compiler would fuse."""
+    """Return the size of outputs that a compiler would fuse, relative to those of convolutions."""
     written, by_convolutions = 0, 0
     for node in graph.graph.nodes:
         value = node.meta.get("tensor_meta")

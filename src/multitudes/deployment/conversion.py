@@ -1,4 +1,4 @@
-"""`deploy`: a trained network becomes one that answers as fast as its machine can."""
+"""`deploy`: make a trained network as fast as possible on its machine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ LONG_ENOUGH = 0.02
 """Seconds over which calls are timed."""
 
 CLEARLY = 0.95
-"""A faster engine takes this share of the time at most; a smaller gain may be chance."""
+"""Maximum share of the time for a faster engine; a smaller gain may be chance."""
 
 INT8 = 0.5
-"""How far predictions in 8 bits may be off for any input; what they have lost is measured by `check_quality`."""
+"""Maximum error of 8-bit predictions for any input; `check_quality` measures their quality."""
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
@@ -49,20 +49,20 @@ def deploy(
     batch_sizes: Iterable[int] = (),
     targets: Tensor | None = None,
 ) -> Deployed:
-    """A trained network that answers as fast as its machine can, with the same `predict`; `net` is left as it was.
+    """Make a trained network as fast as possible on its machine, with the same `predict`; `net` is not changed.
 
-    Members that share weights are folded into plain networks, unless they share most of what they compute; batch norms
-    become part of the layers beside them. On a GPU convolutions are fused with what comes after them, or the network is
-    compiled, and all of it captured as CUDA graphs, for the size of the example, for `batch_sizes`, and for sizes that
-    come twice. On a CPU it is run by ONNX Runtime where that is faster. What cannot be done so is left to torch. Layers
-    that draw go on drawing, and a seed gives the draws that it gives the network. `precision` is "float32", "float16",
-    "bfloat16" or, on a CPU, "int8"; by default bfloat16 on a GPU and the network's own on a CPU.
+    Members that share weights are folded into plain networks, unless they share most of their computation; batch norms
+    are folded into neighbouring layers. On a GPU, convolutions are fused with the operations after them, or the network
+    is compiled, and it is captured as CUDA graphs, for the size of the example, for `batch_sizes`, and for sizes that
+    occur twice. On a CPU, ONNX Runtime is used if it is faster. Anything else falls back to torch. Stochastic layers
+    keep drawing, and a seed gives the same draws as the network. `precision` is "float32", "float16", "bfloat16" or, on
+    a CPU, "int8"; the default is bfloat16 on a GPU and the network's own on a CPU.
 
-    The predictions must be those of the network on the example, up to the rounding of the precision; if they are not,
-    that is an error. For "int8" the example is what the ranges of values are taken from, so that it should be a few
-    hundred inputs, and quality is what must stay: accuracy within 0.01 and negative log-likelihood within 0.02 of the
-    network's, on `targets` where they are given, or against its own predictions. `summary()` says what was done, how
-    far the predictions are off, and the times before and after.
+    The predictions on the example must match the network's, up to rounding; otherwise this raises. For "int8" the
+    example calibrates the value ranges, so it should have a few hundred inputs, and quality must be kept instead:
+    accuracy within 0.01 and negative log-likelihood within 0.02 of the network's, measured on `targets` if given, or
+    against its own predictions. `summary()` reports what was done, the error of the predictions, and the times before
+    and after.
 
     >>> from multitudes.methods.deep_ensemble import deep_ensemble
     >>> net = deep_ensemble(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)), members=4)
@@ -99,25 +99,25 @@ def deploy(
     else:
         engine = _by_libraries(quick, plain, reference, example, int8)
     if isinstance(engine, Proven) and engine.quick is plain:
-        rows = []  # nothing that was done to it is used
+        rows = []  # nothing that was done is used
     deployed = Deployed(engine, own, calibration, str(dtype or _own(own)).removeprefix("torch."), rows)
     if int8:
         rows += check_quality(
             deployed.predict(example), (net if isinstance(net, Calibrated) else multitude).predict(example), targets
         )
     else:
-        draws = {"draws": own.draws} if isinstance(engine, Graphs) and options else {}  # as many as its graphs make
+        draws = {"draws": own.draws} if isinstance(engine, Graphs) and options else {}  # as many as its graphs have
         rows += _proven(*reference.off(deployed, example, **draws))
     rows += _times(was, deployed, example, {"seed": 0} if options else {})
     if device.type == "cuda":
         del quick
-        gc.collect()  # what was tried holds activations, of which Python does not know how large they are
+        gc.collect()  # frees activations of trials: Python does not know their size
         rows.append(("weights", f"{(_held(device) - before) / 2**20:.0f} MiB: its own, in this precision, and folded"))
     return deployed
 
 
 def _held(device: torch.device) -> int:
-    """Bytes of a GPU that tensors hold."""
+    """Return the bytes of GPU memory held by tensors."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -137,7 +137,7 @@ def _own(net: Multitude) -> torch.dtype:
 
 
 def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch.dtype | None:
-    """The dtype that is asked for, None for the network as it is."""
+    """Return the requested dtype; None keeps the network's own."""
     own = _own(net)
     if precision is None:
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
@@ -152,7 +152,7 @@ def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch
 
 
 def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:
-    """Choose the fastest engine without CUDA graphs: ONNX Runtime, torch, or torch with the network as it was."""
+    """Choose the fastest engine without CUDA graphs: ONNX Runtime, torch, or torch with the original network."""
     own = Plain(quick, plain.dtype, example)
     if reference.options or plain.dtype is not None or plain.device.type != "cpu":
         return Proven(own, plain, reference)
@@ -180,11 +180,11 @@ def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example:
     return Proven(engines[best], plain, reference, note)
 
 
-# -- what is said of it -------------------------------------------------------------------------------------
+# -- rows of the summary ------------------------------------------------------------------------------------
 
 
 def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
-    """The row of the summary on the distance from the network's own predictions; an error where it is too large."""
+    """Return the summary's row on the error relative to the network's predictions; raise if it is too large."""
     if not found <= bound:
         raise ValueError(
             f"the deployed predictions differ from the network's on the example by {found:.1e} of how much these vary, "
@@ -194,7 +194,7 @@ def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
 
 
 def _times(net: Multitude, deployed: Deployed, example: Input, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary's row on the times of the network as it was and as deployed, in turns."""
+    """Return the summary's row on the times before and after deployment, measured in turns."""
     with torch.no_grad():
         times = _in_turns({"was": lambda: net(example, **options), "is": lambda: deployed(example, **options)})
     was, now = times["was"], times["is"]
@@ -203,7 +203,7 @@ def _times(net: Multitude, deployed: Deployed, example: Input, options: dict[str
 
 
 def _in_turns(functions: dict[str, Callable[[], Any]], turns: int = 5) -> dict[str, float]:
-    """Median milliseconds of a call of each function."""
+    """Return the median milliseconds per call of each function."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():

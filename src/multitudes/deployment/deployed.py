@@ -15,14 +15,14 @@ from multitudes.deployment.engines import Engine
 from multitudes.evaluation.calibrate import Calibration
 
 OPTIONS = ("draws", "seed", "memory")
-"""Options of a call, as of a multitude."""
+"""Call options, as for a multitude."""
 
 
 class Deployed:
-    """A network at work: `predict` as the network's own, and calling it gives the predictions `[S, B, ...]` alone.
+    """A deployed network: it has the network's `predict`; calling it returns the predictions `[S, B, ...]`.
 
-    It answers batches of any size and takes inputs from any device; several threads may call it. It has no gradients
-    and cannot be trained; its weights are copies.
+    It accepts batches of any size from any device and is thread-safe. It has no gradients and cannot be trained; its
+    weights are copies.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Deployed:
 
     @property
     def task(self) -> str:
-        """The task of the predictions; see `Predictive`."""
+        """Task of the predictions; see `Predictive`."""
         return self._net.task if self._calibration is None else self._calibration.task
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        """`[B, ...] -> [S, B, ...]`, not calibrated; where layers draw, the options are the network's `draws`, ..."""
+        """Map `[B, ...] -> [S, B, ...]`, uncalibrated; stochastic networks take `draws`, `seed` and `memory`."""
         if more := [name for name in options if name not in OPTIONS]:
             raise ValueError(f"a deployed network takes {', '.join(OPTIONS)} beside x, got {more[0]!r}")
         with input_errors(x):
@@ -54,7 +54,7 @@ class Deployed:
                 return one_per_input(self._engine(x, **options), x)
 
     def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
-        """Predict `x` by all members and draws together, calibrated where the network was."""
+        """Predict `x` with all members and draws, calibrated if the network was."""
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")

@@ -1,8 +1,8 @@
-"""Draws for CUDA graphs: a network's draws as a function of its input and of the random numbers that they take.
+"""Draws for CUDA graphs: a network's draws as a function of its input and of random numbers.
 
-Layers that draw ask for their numbers in one place (`core/draws/stochastic.py`). One run shows which numbers these are.
-In a graph they are tensors, filled by kernels of the graph from the same sources as ever, so that a seed gives the
-draws that it gives the network itself.
+Stochastic layers request their numbers in one place (`core/draws/stochastic.py`). One run records these requests. In a
+graph the numbers are tensors, filled by the graph's kernels from the usual sources, so a seed gives the same draws as
+the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from multitudes.deployment.tracing import CannotTrace
 
 @dataclass(frozen=True)
 class Asked:
-    """Numbers that a layer asks for in each draw; those of draw d are of the source `d * stride + start`."""
+    """Numbers that a layer requests in each draw; those of draw d come from the source `d * stride + start`."""
 
     kind: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Asked:
 
 
 class _Sources(Draw):
-    """A draw that knows which source its numbers are of: each member of a network has sources of its own."""
+    """A draw that tracks the source of its numbers: each member of a network has its own sources."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)
@@ -59,7 +59,7 @@ class _Sources(Draw):
 
 
 class _Recorded(_Sources):
-    """A draw that notes which numbers it is asked for."""
+    """A draw that records the requested numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Recorded(_Sources):
 
 
 class _Given(_Sources):
-    """A draw whose numbers are given."""
+    """A draw with given numbers."""
 
     given: Iterator[Tensor]
 
@@ -80,7 +80,7 @@ class _Given(_Sources):
 
 
 class Noise:
-    """The random numbers of so many draws: a tensor `[D, ...]` for each time that a layer asks, and their sources."""
+    """The random numbers of several draws: a tensor `[D, ...]` per request, and their sources."""
 
     def __init__(self, asked: Sequence[Asked], draws: int, device: torch.device) -> None:
         self.asked, self.draws = asked, draws
@@ -88,16 +88,16 @@ class Noise:
         sources = {number * each.stride + each.start for each in asked for number in range(draws)}
         self.generators = {source: torch.Generator(device) for source in sorted(sources)}
         self.seed(0)
-        self.fill()  # any other numbers may be none that a network can take
+        self.fill()  # arbitrary values may be invalid for a network
 
     def seed(self, seed: int | None) -> None:
-        """Let what is filled next be the numbers of a seed; of one from torch's own random state where it is None."""
+        """Seed the generators; None takes a seed from torch's random state."""
         chosen = int(torch.randint(2**62, ())) if seed is None else seed
         for source, generator in self.generators.items():
             generator.manual_seed(mixed(chosen, source))
 
     def fill(self) -> None:
-        """Draw the numbers, in the order in which the network asks for them."""
+        """Draw the numbers, in the order in which the network requests them."""
         for each, numbers in zip(self.asked, self.numbers, strict=True):
             for draw in range(self.draws):
                 generator = self.generators[draw * each.stride + each.start]
@@ -107,9 +107,9 @@ class Noise:
 
 @torch.no_grad()
 def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
-    """The noise that draws of a network take for inputs like `x`; `CannotTrace` where they cannot be made at once."""
+    """Return the noise for draws of a network on inputs like `x`; raise `CannotTrace` if they cannot be batched."""
     net, cache = plain.net, plain.net._draw_cache
-    plain(x, draws=draws, seed=0)  # which finds out how draws are made, and what they cost
+    plain(x, draws=draws, seed=0)  # determines how draws are made and their cost
     if cache.seeds_torch or cache.runner != "vmapped" or any(s.noise == "network" for s in _layers(net)):
         raise CannotTrace("its draws have nothing in common, or are made one by one")
     cost, room = cache.costs.get(cost_key(x)), free_bytes(plain.device) / 4
@@ -125,7 +125,7 @@ def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
 
 
 def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
-    """A network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of the numbers of its noise."""
+    """Return a network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of its noise."""
     net, count = plain.net, len(tensors_in(x))
 
     def call(*tensors: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _layers(net: Multitude) -> list[Stochastic]:
 
 @contextmanager
 def _drawing(net: Multitude, draw: Draw) -> Iterator[None]:
-    """Inside, layers take their numbers from `draw`, and members run one after the other."""
+    """Make layers take their numbers from `draw`, and run members one after the other, inside the context."""
     with (
         plain_attention(),
         drawing(_layers(net), draw),

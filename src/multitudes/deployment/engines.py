@@ -1,4 +1,4 @@
-"""Engines: what runs a deployed network."""
+"""Engines that run a deployed network."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from multitudes.core.draws.stochastic import expecting
 from multitudes.core.multitude import Multitude
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
-"""How far predictions may be from the network's own in each precision, relative to how much they vary, at least: what a
-few roundings make. Where the network itself is further off in that precision, `FURTHER` times that is the bound."""
+"""Minimum error bound in each precision, relative to the variation of predictions: the effect of a few roundings. If
+the network itself has a larger error in that precision, `FURTHER` times that error is the bound."""
 
 MOST = 10
-"""How many times those roundings predictions may be off at most, whatever the network itself makes of a precision."""
+"""Maximum error as a multiple of those roundings, whatever the network's own error."""
 
 MOST_SHAPES = 4096
-"""Shapes of inputs that are remembered."""
+"""Maximum number of remembered input shapes."""
 
 FURTHER = 3
-"""How much further off than the network itself in the same precision predictions may be: roundings differ by chance."""
+"""Allowed error as a multiple of the network's own error in the same precision, since rounding varies."""
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """Return how far predictions may be off by rounding, at least; on a GPU float32 is TensorFloat-32."""
+    """Return the minimum rounding error allowed for predictions; on a GPU float32 is TensorFloat-32."""
     dtype = dtype.to_real()
     return _ROUNDING[torch.float16 if device.type == "cuda" and dtype == torch.float32 else dtype]
 
 
 class Engine(Protocol):
-    """A way to run a deployed network: raw predictions of a multitude in evaluation."""
+    """Interface of engines: raw predictions of a multitude in evaluation mode."""
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        """`[B, ...] -> [S, B, ...]`, float32 or better, for batches of any size."""
+        """Map `[B, ...] -> [S, B, ...]`, float32 or better, for batches of any size."""
         ...
 
     def told(self) -> list[tuple[str, str]]:
-        """Rows of the summary: what, and how."""
+        """Return rows of the summary, as pairs of name and description."""
         ...
 
 
 class Plain:
-    """A copy of a multitude, run by torch as it is; layers that draw go on drawing.
+    """A copy of a multitude, run by torch without further changes; stochastic layers keep drawing.
 
-    Without a dtype nothing is changed. In another precision than its own, its weights have that where the network runs
-    so, else torch's autocast is on. `asked` runs where there are options about draws.
+    Without a dtype nothing changes. With another dtype, the weights are cast if the network runs that way, else torch's
+    autocast is used. `asked` runs calls with options about draws.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Plain:
 
     @torch.no_grad()
     def _alone(self, x: Input) -> None:
-        """Run the first member by itself: `x.view` in its code may not take a layout that all members at once take."""
+        """Run only the first member: `x.view` in its code may reject a layout that works for all members at once."""
         with self.precision(), expecting(self.net.network):
             self.net._of_first(self.prepared(x))
 
@@ -96,11 +96,11 @@ class Plain:
         return device_in(self.net)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Inside, the network computes in its precision."""
+        """Return a context in which the network computes in its precision."""
         return torch.autocast(self.device.type, self.dtype) if self.autocast and self.dtype else nullcontext()
 
     def prepared(self, x: Input) -> Input:
-        """An input in the dtype of the weights."""
+        """Cast an input to the dtype of the weights."""
         if self.autocast or self.dtype is None:
             return x
         return mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, x)
@@ -110,9 +110,9 @@ class Plain:
 
 
 class Reference:
-    """The network as it was, which quick predictions are compared with; `plain` runs it in the precision of these.
+    """The original network, as a reference for fast predictions; `plain` runs it in their precision.
 
-    They may be as far off as roundings take the network itself, but no further than `at_most`.
+    They may differ as much as rounding changes the network itself, but at most by `at_most`.
     """
 
     def __init__(self, net: Multitude, plain: Plain, options: Mapping[str, Any], at_most: float | None = None) -> None:
@@ -120,7 +120,7 @@ class Reference:
 
     @torch.no_grad()
     def off(self, quick: Callable[..., Tensor], x: Input, **more: Any) -> tuple[float, float, float]:
-        """Return the distance of quick predictions, that of the network itself in their precision, and the bound."""
+        """Return the error of fast predictions, the network's own error in their precision, and the bound."""
         options = {**self.options, **more}
         want = self.net(x, **options)
         own = distance(self.plain(x, **options), want)
@@ -130,9 +130,9 @@ class Reference:
 
 
 class Proven:
-    """An engine for inputs of a shape, once it has agreed with the network on the first of them.
+    """Use an engine for inputs of a shape once it has matched the network on the first of them.
 
-    `note` is for the summary.
+    `note` goes to the summary.
     """
 
     def __init__(self, quick: Engine, plain: Plain, reference: Reference, note: str = "") -> None:
@@ -143,7 +143,7 @@ class Proven:
         key = signature(x)
         if (
             self.quick is self.plain or key is None or (options and not self.reference.options)
-        ):  # about draws that the network does not make
+        ):  # options about draws that the network does not make
             return self.plain(x, **options)
         if key not in self.agrees:
             if len(self.agrees) >= MOST_SHAPES:
@@ -152,8 +152,8 @@ class Proven:
         return (self.quick if self.agrees[key] else self.plain)(x, **options)
 
     def _tried(self, x: Input) -> bool:
-        x = mapped(lambda tensor: tensor.clone(), x)  # which a network may write to
-        self.plain(x, **self.reference.options)  # what is wrong with an input is said by the network itself
+        x = mapped(lambda tensor: tensor.clone(), x)  # a network may write to it
+        self.plain(x, **self.reference.options)  # the network itself reports what is wrong with an input
         try:
             off, _, bound = self.reference.off(self.quick, x)
         except torch.OutOfMemoryError:
@@ -174,16 +174,16 @@ class Proven:
 
 
 def _laid_out(net: Multitude) -> Multitude:
-    """A multitude's images and kernels channels-last, where it is on a GPU, whose convolutions are faster so."""
+    """Convert a multitude's images and kernels to channels-last on a GPU, where convolutions are faster that way."""
     on_gpu = any(parameter.is_cuda for parameter in net.parameters())
     images = any(isinstance(module, nn.Conv2d) for module in net.network.modules())
     return net.to(memory_format=torch.channels_last) if on_gpu and images else net  # type: ignore[call-overload]
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """Return how far predictions `[S, B, ...]` are from others, relative to how much these vary; the largest of the S.
+    """Return the error of predictions `[S, B, ...]` relative to their variation; the largest of the S.
 
-    A few huge numbers, as of classes that are masked, are compared relative to themselves, and hide nothing else.
+    A few huge numbers, as of masked classes, are compared relative to themselves, and do not hide other errors.
     """
     if got.shape != want.shape or not torch.equal(got.isfinite(), want.isfinite()):
         return float("inf")
@@ -205,9 +205,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def signature(x: Any, shapes: bool = True) -> Any:
-    """Shapes and dtypes of the tensors of an input, in their order, and the plain values beside them.
+    """Return the shapes and dtypes of an input's tensors, in order, with its plain values.
 
-    None where it holds anything else, whose values nobody can compare.
+    None if it holds anything else, whose values cannot be compared.
 
     >>> signature({"x": torch.ones(2, 3), "flag": True})
     (<class 'dict'>, (('x', ((2, 3), torch.float32)), ('flag', (<class 'bool'>, 'True'))))
@@ -224,15 +224,15 @@ def signature(x: Any, shapes: bool = True) -> Any:
 
 
 def rows_of(x: Input) -> int:
-    """The length of the batch, 0 where the first tensor has none."""
+    """Return the batch size; 0 if the first tensor has no batch axis."""
     first = next(iter(tensors_in(x)), None)
     return 0 if first is None or not first.dim() else len(first)
 
 
 def unusual(x: Input) -> bool:
-    """Return whether an input has numbers of which runtimes differ: ids below 0, and masks that leave nothing of a row.
+    """Return whether an input has values that runtimes treat differently: negative ids, or masks that hide a whole row.
 
-    One floating-point tensor alone is no mask.
+    A single floating-point tensor is no mask.
     """
     tensors = tensors_in(x)
     for tensor in tensors:

@@ -1,8 +1,8 @@
-"""Folding of a trained network's batch norms into the layer before or after them.
+"""Fold a trained network's batch norms into the layer before or after them.
 
-In evaluation a batch norm is `x * scale + shift` for each channel. One run shows which layers give exactly the tensor
-that it takes, or take what it gives, with nothing else seeing that tensor or computing with their weights. A
-convolution that pads cannot take up a norm before it, since the padding is not shifted.
+In evaluation a batch norm is `x * scale + shift` per channel. One run shows which layers output exactly the tensor that
+it takes, or take exactly its output, while nothing else uses that tensor or their weights. A padded convolution cannot
+absorb a norm before it, since padding is not shifted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class Folded:
-    """A norm and the layer that takes it up, by name; `after` where the layer is the one after the norm."""
+    """A norm and the layer that absorbs it, by name; `after` means that the layer follows the norm."""
 
     norm: str
     layer: str
@@ -34,7 +34,7 @@ class Folded:
 
 
 def fold_norms(network: nn.Module, pairs: Iterable[Folded]) -> nn.Module:
-    """Make norms, those of `foldable`, part of the layers beside them, in the network itself, which is given back."""
+    """Fold norms found by `foldable` into neighbouring layers, in place; return the network."""
     for pair in pairs:
         norm = network.get_submodule(pair.norm)
         _fold(network.get_submodule(pair.layer), norm, pair.after)
@@ -64,7 +64,7 @@ def _fold(layer: Any, norm: Any, after: bool) -> None:
 
 
 def _by_input(layer: Any, values: Tensor) -> Tensor:
-    """A value of each input channel in the shape of the weight, `[O, I / groups, 1, ...]`."""
+    """Reshape a value per input channel to broadcast with the weight, `[O, I / groups, 1, ...]`."""
     outputs, inputs = layer.weight.shape[:2]
     groups = getattr(layer, "groups", 1)
     own = values.view(groups, 1, inputs).expand(groups, outputs // groups, inputs).flatten(0, 1)
@@ -72,7 +72,7 @@ def _by_input(layer: Any, values: Tensor) -> Tensor:
 
 
 def _by_output(layer: Any, values: Tensor) -> Tensor:
-    """A value of each output channel in the weight's shape, `[O, 1, ...]`, or transposed `[I, O / groups, ...]`."""
+    """Reshape a value per output channel to the weight: `[O, 1, ...]`, or transposed `[I, O / groups, ...]`."""
     ones = [1] * (layer.weight.dim() - 2)
     if not isinstance(layer, _TRANSPOSED):
         return values.view(-1, 1, *ones)
@@ -80,11 +80,11 @@ def _by_output(layer: Any, values: Tensor) -> Tensor:
     return values.view(layer.groups, 1, -1).expand(-1, inputs, -1).flatten(0, 1).unflatten(1, (-1, *ones))
 
 
-# -- what can be folded ------------------------------------------------------------------------------------
+# -- finding foldable norms --------------------------------------------------------------------------------
 
 
 def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
-    """The norms of a network in evaluation that `run`, which calls it once, shows to be foldable."""
+    """Return the norms of a network in evaluation mode that a call of it, `run`, shows to be foldable."""
     names = {module: name for name, module in network.named_modules()}
     watched = [module for module in names if type(module) in (*_LAYERS, *_NORMS) and _is_plain(module)]
     if not any(type(module) in _NORMS for module in watched):
@@ -109,13 +109,13 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether nobody else looks at what a module gives, or computes its weights."""
+    """Return whether a module has no hooks, which could use its output or compute its weights."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any(getattr(module, hook) for hook in hooks)
 
 
 def _takes_before(layer: Any, norm: Any) -> bool:
-    """Return whether a layer can take up a norm of its input: it must not pad, and must have as many inputs."""
+    """Return whether a layer can absorb a norm of its input: no padding, and as many inputs."""
     if isinstance(layer, nn.Linear):
         return bool(layer.in_features == norm.num_features)
     if not isinstance(layer, _CONVOLUTIONS) or layer.in_channels != norm.num_features:
@@ -124,10 +124,10 @@ def _takes_before(layer: Any, norm: Any) -> bool:
 
 
 class _Seen:
-    """The tensors that layers took and gave, and how often each tensor was used by any function."""
+    """Inputs and outputs of layers, and how often each tensor was used by any function."""
 
     def __init__(self, trace: Trace, answer: Any) -> None:
-        self.trace = trace  # which keeps all tensors, so that no other one gets their address
+        self.trace = trace  # keeps all tensors alive, so that addresses are unique
         used = [tensor for use in trace.functions for tensor in use.tensors]
         self.uses = Counter(id(tensor) for tensor in [*used, *tree_leaves(answer)])
         self.calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
@@ -136,13 +136,13 @@ class _Seen:
             self.calls.setdefault(call.module, []).append((call.args[0], call.output) if one else (None, None))
 
     def neighbours(self, norm: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
-        """The layers that gave what a norm took, or took what it gave, alone; the former first."""
+        """Yield the layers that alone produced a norm's input or consumed its output; the former first."""
         taken, given = self.calls[norm][0]
         for after, between in ((False, taken), (True, given)):
             for layer, calls in self.calls.items():
                 other = calls[0][0 if after else 1]
                 if type(layer) not in _LAYERS or other is None or other is not between:
                     continue
-                same = between.dim() == next(layer.parameters()).dim()  # so that both have the channels in dim 1
+                same = between.dim() == next(layer.parameters()).dim()  # both have channels in dim 1
                 if same and self.uses[id(between)] == 1:
                     yield layer, after

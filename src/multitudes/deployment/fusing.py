@@ -1,9 +1,9 @@
-"""Fusing: a convolution, its bias, a residual addition and ReLU become one call of cuDNN.
+"""Fuse a convolution, its bias, a residual addition and ReLU into one call of cuDNN.
 
-cuDNN has `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)` as single kernels, which read and
-write each activation once. Where members lie side by side, a convolution of M groups may also run as a denser one of
-fewer groups, whose weight is zero between members: more to multiply, but in larger parts. Which is the fastest for a
-layer is found by timing it in its place (`choose`).
+cuDNN has single kernels for `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)`, which read and
+write each activation once. With members side by side, a convolution of M groups may also run with fewer, denser groups,
+whose weight is zero between members: more multiplications, but in larger blocks. The fastest way per layer is found by
+timing it in place (`choose`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def convolution(
     groups: int,
     fused: bool,
 ) -> Tensor:
-    """`convolution(x) + bias`, plus `other` where there is one, and with `relu` what is above 0 of that."""
+    """Return `convolution(x) + bias`, plus `other` if given, through ReLU if `relu`."""
     if fused and relu and x.is_cuda:
         if other is None:
             return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
@@ -46,11 +46,11 @@ def convolution(
     return F.relu(y) if relu else y
 
 
-# -- finding them ------------------------------------------------------------------------------------------
+# -- finding convolutions ----------------------------------------------------------------------------------
 
 
 def fuse_convolutions(graph: fx.GraphModule) -> int:
-    """Put `convolution` in the place of what it computes, everywhere in a traced graph; how many are one with ReLU."""
+    """Replace convolutions and the operations around them in a traced graph by `convolution`; count those with ReLU."""
     _views_last(graph)
     for relu in _calls(graph, aten.relu.default):
         node, other = _convolution_and_other(graph, relu.args[0])
@@ -72,9 +72,9 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _views_last(graph: fx.GraphModule) -> None:
-    """Give convolutions another shape after the sum or ReLU that follows them, not before it.
+    """Move reshapes of convolution outputs behind the following sum or ReLU.
 
-    Draws are folded into the batch for each convolution alone, and are apart again after it.
+    Draws are folded into the batch for each convolution, and separated after it.
     """
     for node in list(graph.graph.nodes):
         if node.target is aten.relu.default and _is_once(node.args[0]) and node.args[0].target in _VIEWS:
@@ -97,7 +97,7 @@ def _views_last(graph: fx.GraphModule) -> None:
 
 
 def _viewed_operand(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The convolution that an addition takes in another shape, and its other addend, which is as large."""
+    """Return the convolution that an addition takes reshaped, and its other addend of the same size."""
     for one, other in (node.args, node.args[::-1]):
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one.target not in _VIEWS:
             continue
@@ -109,7 +109,7 @@ def _viewed_operand(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.N
 
 
 def _lay_out(graph: fx.GraphModule) -> None:
-    """Have every `convolution` compute channels-last, as its weight is laid out, and what follows take any layout."""
+    """Make every `convolution` compute channels-last, and following views accept any layout."""
     for node in _calls(graph, convolution):
         weight = constant(graph, node.args[1])
         assert weight is not None
@@ -125,7 +125,7 @@ def _calls(graph: fx.GraphModule, function: Any) -> list[fx.Node]:
 
 
 def _replace(graph: fx.GraphModule, whole: fx.Node, node: fx.Node, bias: Any, other: Any, relu: bool) -> None:
-    """`convolution` instead of `whole`, of which `node` is the convolution."""
+    """Replace `whole` by `convolution`; `node` is the convolution in it."""
     x, weight, _, *geometry = node.args[:6]
     args: Any = (x, weight, bias, other, relu, *(tuple(each) for each in geometry), node.args[8], True)  # type: ignore
     fused = graph.graph.call_function(convolution, args)
@@ -134,7 +134,7 @@ def _replace(graph: fx.GraphModule, whole: fx.Node, node: fx.Node, bias: Any, ot
 
 
 def _convolution_and_other(graph: fx.GraphModule, given: Any) -> tuple[fx.Node | None, fx.Node | None]:
-    """The convolution that ReLU takes, and what was added to it; None where it takes something else."""
+    """Return the convolution before a ReLU, and what was added to it; None if there is no convolution."""
     if _is_once(given) and _is_convolution(graph, given):
         return given, None
     if not _is_once(given) or given.target is not aten.add.Tensor or given.kwargs:
@@ -150,7 +150,7 @@ def _is_once(node: Any) -> bool:
 
 
 def _is_convolution(graph: fx.GraphModule, node: Any) -> bool:
-    """Return whether a node is a convolution of images with a weight that is known."""
+    """Return whether a node is a 2-d convolution with a constant weight."""
     if not isinstance(node, fx.Node) or node.target is not aten.convolution.default:
         return False
     weight = constant(graph, node.args[1])
@@ -168,7 +168,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _biases(graph: fx.GraphModule, node: fx.Node, other: fx.Node | None) -> tuple[fx.Node, fx.Node | None]:
-    """One bias for all, and the other addend, which gives its own away where it is a convolution as well."""
+    """Merge the biases into one, including that of the other addend if it is a convolution too."""
     weight = constant(graph, node.args[1])
     own = constant(graph, node.args[2])
     assert weight is not None
@@ -182,19 +182,19 @@ def _biases(graph: fx.GraphModule, node: fx.Node, other: fx.Node | None) -> tupl
     return with_constant(graph, bias), other
 
 
-# -- the fastest way for each ------------------------------------------------------------------------------
+# -- the fastest way per convolution -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a convolution runs: by so many groups, with what comes after it in one call or in several."""
+    """How a convolution runs: its number of groups, and whether it is fused with the operations after it."""
 
     groups: int
     fused: bool
 
 
 def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
-    """The weight of the same convolution with fewer groups, zero between those that were apart.
+    """Return the weight of the same convolution with fewer groups, zero between the original ones.
 
     >>> merged(torch.ones(4, 1, 1, 1), 4, 2)[:, :, 0, 0]
     tensor([[1., 0.],
@@ -209,7 +209,7 @@ def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
 def choose(
     graph: fx.GraphModule, tensors: list[Tensor], milliseconds: Callable[[Callable[[], Any]], float]
 ) -> list[Way]:
-    """Time the ways of each `convolution` of a graph on what it is given; the fastest of each, in their order."""
+    """Time the ways of each `convolution` of a graph on its inputs; return the fastest of each, in order."""
     chooser = _Chooser(graph, milliseconds)
     with torch.no_grad():
         chooser.run(*tensors)
@@ -217,12 +217,12 @@ def choose(
 
 
 def count_convolutions(graph: fx.GraphModule) -> int:
-    """Return how many `convolution`s a graph has."""
+    """Count the `convolution`s of a graph."""
     return len(_calls(graph, convolution))
 
 
 def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
-    """Let each `convolution` of a graph, in their order, run in its way."""
+    """Apply a way to each `convolution` of a graph, in order."""
     for node, way in zip(_calls(graph, convolution), ways, strict=True):
         weight = constant(graph, node.args[1])
         assert weight is not None
@@ -236,7 +236,7 @@ def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
 
 
 MOST_GROUPS = 64
-"""Groups above which no denser form is tried: it would multiply mostly by zero."""
+"""Maximum groups for which denser forms are tried; beyond, most products would be zero."""
 
 
 class _Chooser(fx.Interpreter):
@@ -244,7 +244,7 @@ class _Chooser(fx.Interpreter):
         super().__init__(graph)
         self.milliseconds = milliseconds
         self.chosen: list[Way] = []
-        self.known: dict[Any, Way] = {}  # layers of the same sizes are timed once
+        self.known: dict[Any, Way] = {}  # layers of equal sizes are timed once
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is convolution:
@@ -256,7 +256,7 @@ class _Chooser(fx.Interpreter):
         return super().run_node(n)
 
     def _fastest(self, args: Any) -> Way:
-        """The fastest number of groups, in one call where that is possible, unless several calls are faster."""
+        """Return the fastest number of groups, fused if possible unless separate calls are faster."""
         relu, groups = args[4], args[8]
         fewer = [g for g in (groups, 4, 2, 1) if g <= groups and groups % g == 0] if groups <= MOST_GROUPS else [groups]
         times = {way: self._time(args, way) for way in dict.fromkeys(Way(count, relu) for count in fewer)}

@@ -1,8 +1,8 @@
-"""The engine of a GPU: one CUDA graph for each size of batch, and number of draws.
+"""The GPU engine: one CUDA graph per batch size and number of draws.
 
-A captured graph always has the same number of rows. So a batch is padded to the next size that there is a graph for,
-which no row notices: that rows do not see each other is tried before. Where layers draw it is not padded, since what is
-drawn for a seed depends on the number of rows. A graph's first answer is compared with the network's own.
+A captured graph has a fixed number of rows, so a batch is padded to the next size with a graph. This is valid because
+rows were verified to be independent. Batches of stochastic networks are not padded, since the draws of a seed depend on
+the number of rows. A graph's first output is compared with the network's.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from multitudes.deployment.engines import MOST_SHAPES, Engine, Plain, Reference,
 from multitudes.deployment.tracing import CannotTrace
 
 MOST_GRAPHS = 16
-"""Graphs that are kept; each holds the activations of one batch. Beyond that, the one that is used least goes, for one
-that has come more than twice as often: making one takes much longer than a call."""
+"""Maximum number of graphs; each holds the activations of one batch. Beyond that, the least used graph is replaced
+by a size that occurred more than twice as often, since capturing takes much longer than a call."""
 
 MOST_ROWS = 512
-"""Rows of a graph at most, unless larger sizes are asked for; longer batches run in parts."""
+"""Maximum rows of a graph, unless larger sizes are requested; longer batches are split."""
 
 
 class Graphs:
-    """A multitude on a GPU, one CUDA graph for each size of batch.
+    """A multitude on a GPU, with one CUDA graph per batch size.
 
-    `folded` is what is captured. `otherwise` runs whatever has no graph: other shapes than the example's, until they
-    have come twice. With `apart`, batches may be padded.
+    `folded` is captured. `otherwise` runs anything without a graph, such as shapes other than the example's until they
+    occur twice. With `apart`, batches may be padded.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Graphs:
         self.folded, self.otherwise, self.reference, self.apart = folded, otherwise, reference, apart
         self.batched = [tensor.shape[:1] == tensors_in(example)[0].shape[:1] for tensor in tensors_in(example)]
         self.sizes = sorted({len(tensors_in(example)[0]), *sizes})
-        self.graphs: dict[Any, Captured | None] = {}  # those without one have a reason in `refused`
+        self.graphs: dict[Any, Captured | None] = {}  # None has a reason in `refused`
         self.refused: dict[Any, str] = {}
-        self.agreed: dict[Any, bool] = {}  # for each graph and number of rows
+        self.agreed: dict[Any, bool] = {}  # per graph and number of rows
         self.seen: dict[Any, int] = {}
         self.recipe: Recipe | None = None
         self.pool = torch.cuda.graph_pool_handle()
@@ -69,7 +69,7 @@ class Graphs:
         return self.otherwise(x, **options) if graph is None else graph(x, rows, options.get("seed"))
 
     def _draws(self, options: dict[str, Any]) -> int | None:
-        """Return the number of draws of a graph, 0 where nothing is drawn; None where no graph can do it."""
+        """Return the number of draws of a graph, 0 if nothing is drawn; None if no graph supports the options."""
         if not self.reference.options:
             return None if options else 0
         draws, seed = options.get("draws"), options.get("seed")
@@ -88,13 +88,13 @@ class Graphs:
         return [*first.recipe.told, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
 
     def reasons(self) -> list[str]:
-        """Why there are inputs without a graph."""
+        """Return the reasons why inputs have no graph."""
         return list(dict.fromkeys(self.refused.values()))
 
-    # -- which graph -------------------------------------------------------------------------------------
+    # -- choosing a graph ----------------------------------------------------------------------------------
 
     def _fits(self, x: Input, rows: int) -> bool:
-        """Return whether `x` is like the example: its tensors, those with a batch axis, plain values beside them."""
+        """Return whether `x` is like the example: its tensors, their batch axes, and plain values otherwise."""
         tensors = tensors_in(x)
         own = [tensor.shape[:1] == (rows,) for tensor, batched in zip(tensors, self.batched, strict=False) if batched]
         return len(tensors) == len(self.batched) and all(own) and signature(x) is not None
@@ -104,19 +104,19 @@ class Graphs:
         return mapped(lambda tensor: tensor[start:end] if next(batched) else tensor, x)
 
     def _size(self, rows: int) -> int:
-        """Return how many rows the graph for a batch has: a size that was asked for, or a power of two."""
+        """Return the rows of the graph for a batch: a requested size, or a power of two."""
         if not self.apart:
             return rows
         power = 1 << (rows - 1).bit_length()
         return next((size for size in self.sizes if rows <= size <= power), power)
 
     def _key(self, x: Input, size: int, draws: int) -> Any:
-        """The key of a graph of so many rows and draws."""
+        """Return the key of a graph with this many rows and draws."""
         shapes = [tuple(tensor.shape)[batched:] for tensor, batched in zip(tensors_in(x), self.batched, strict=True)]
         return signature(x, shapes=False), tuple(shapes), size, draws
 
     def _graph(self, x: Input, rows: int, draws: int) -> Captured | None:
-        """The graph for a batch; None where there is none yet, or none that is right for so many rows."""
+        """Return the graph for a batch; None if there is none yet, or if it is wrong for this number of rows."""
         size = self._size(rows)
         key = self._key(x, size, draws)
         if len(self.seen) > MOST_SHAPES:
@@ -132,7 +132,7 @@ class Graphs:
         return graph if graph is not None and self.agreed[key, rows] else None
 
     def _is_worth_it(self, key: Any) -> bool:
-        """Return whether there should be a graph for what comes so often."""
+        """Return whether an input is frequent enough for a graph."""
         made = self._made()
         rarest = min((self.seen.get(other, 0) for other in made), default=0)
         return self.seen[key] >= 2 and (len(made) < MOST_GRAPHS or self.seen[key] > 2 * rarest)
@@ -141,7 +141,7 @@ class Graphs:
         return [key for key, graph in self.graphs.items() if graph is not None]
 
     def _forget(self) -> None:
-        """Forget which inputs have come, but for those that have a graph."""
+        """Forget the counts of inputs without a graph."""
         made = set(self._made())
         self.seen = {key: times for key, times in self.seen.items() if key in made}
         self.graphs = {key: graph for key, graph in self.graphs.items() if graph is not None}
@@ -149,9 +149,9 @@ class Graphs:
         self.refused = {}
 
     def _prepare(self, x: Input, size: int, draws: int, like: Recipe | None) -> None:
-        """Capture a graph of so many rows and draws for inputs like `x`, or note why there is none.
+        """Capture a graph with this many rows and draws for inputs like `x`, or note why that is impossible.
 
-        With a recipe it is made like that, without being timed, since somebody waits for it.
+        With a recipe, timing is skipped, since a caller is waiting.
         """
         key = self._key(x, size, draws)
         self.graphs[key] = None
@@ -168,7 +168,7 @@ class Graphs:
             self.agreed = {known: right for known, right in self.agreed.items() if known[0] != other}
 
     def _is_right(self, graph: Captured, x: Input, draws: int) -> bool:
-        """Compare a graph with the network on the first input that has so many rows; warn if they differ."""
+        """Compare a graph with the network on the first input with this many rows; warn if they differ."""
         options = {"draws": draws} if draws else {}
         off, _, bound = self.reference.off(lambda x, seed=None, **_: graph(x, rows_of(x), seed), x, **options)
         if off > bound:
@@ -179,7 +179,7 @@ class Graphs:
         return off <= bound
 
     def _of_rows(self, x: Input, size: int) -> Input:
-        """The batch with so many rows, its own over again."""
+        """Pad the batch to this many rows by repeating its own."""
         batched = iter(self.batched)
 
         def padded(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The engine of a CPU: the network as an ONNX graph, run by ONNX Runtime, in 8 bits if asked for."""
+"""The CPU engine: the network as an ONNX graph, run by ONNX Runtime, optionally in 8 bits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from multitudes.deployment.engines import Plain, signature, unusual
 from multitudes.storage.exporting import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
 
 UNLIKE = {"TopK", "NonZero"}
-"""Operators of which ONNX Runtime makes something else than torch: it breaks ties otherwise, and the mean of what is
-selected is a number where nothing is."""
+"""Operators that differ between ONNX Runtime and torch: tie breaking, and the mean of an empty selection, which ONNX
+Runtime makes a number."""
 
 
 class OnnxRuntime:
-    """A deterministic multitude, run by ONNX Runtime with as many threads as torch has.
+    """A deterministic multitude, run by ONNX Runtime with as many threads as torch.
 
-    `plain` runs what the graph was not made for: other values beside the tensors than the example's, numbers of which
-    runtimes differ, and inputs whose predictions are not finite.
+    `plain` runs inputs that the graph does not support: other non-tensor values than the example's, numbers that
+    runtimes treat differently, and inputs whose predictions are not finite.
     """
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class OnnxRuntime:
             return self.plain(x, **options)
         try:
             (found,) = self.session.run(None, self._feed(tensors_in(x)))
-        except Exception as error:  # its errors have no class in common
+        except Exception as error:  # its errors have no common class
             raise RuntimeError(reason(error)) from error
         predictions = torch.from_numpy(found)
         return predictions if bool(predictions.isfinite().all()) else self.plain(x, **options)
@@ -69,7 +69,7 @@ class OnnxRuntime:
         return {name: tensor.detach().contiguous().numpy() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def _parts(self, example: Input, rows: int = 32) -> Iterator[dict[str, Any]]:
-        """The example in small batches."""
+        """Yield the example in small batches."""
         tensors = tensors_in(example)
         batch = len(tensors[0])
         for start in range(0, batch, rows):
@@ -81,25 +81,25 @@ class OnnxRuntime:
 
 
 # -- indices -----------------------------------------------------------------------------------------------
-# Torch refuses an index that is out of range. ONNX Runtime counts those below 0 from the end, and a one-hot vector of a
-# class that does not exist is zero. `unusual` checks ids that are given; ids that a network computes are refused.
+# Torch refuses an index that is out of range. ONNX Runtime counts negative ones from the end, and a one-hot vector of a
+# nonexistent class is zero. `unusual` checks given ids; networks that compute ids are refused.
 
 _INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
-"""Operators that take indices, and which of their inputs these are."""
+"""Operators that take indices, and the position of that input."""
 
 _OF_SHAPES = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
-"""Operators whose results are in the range of a tensor that there is."""
+"""Operators whose results are valid indices of an existing tensor."""
 
 _SAME = {"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Slice", "Expand", "Flatten", "Concat"}
-"""Operators that leave numbers as they are."""
+"""Operators that keep values unchanged."""
 
 
 _WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
-"""The dtypes of ids."""
+"""Dtypes of ids."""
 
 
 def computed_indices(graph: Any, ids: set[str]) -> list[str]:
-    """The operators of a graph that take indices which are computed from values of its inputs, `ids` or others."""
+    """Return the operators of a graph whose indices are computed from values of its inputs, `ids` or others."""
     computed = {value.name for value in graph.input} - ids
     found = []
     for node in graph.node:
@@ -119,9 +119,9 @@ def computed_indices(graph: Any, ids: set[str]) -> list[str]:
 
 
 def quantise(path: Path, batches: list[dict[str, Any]]) -> Path:
-    """Write the graph with convolutions and products in 8 bits beside it; `batches` are inputs by name.
+    """Write the graph with 8-bit convolutions and products next to it; `batches` are inputs by name.
 
-    Weights have a scale for each output channel, activations one for each tensor, from their values in the batches.
+    Weights have a scale per output channel, activations one per tensor, from their values in the batches.
     """
     tools = importlib.import_module("onnxruntime.quantization")
     shapes = importlib.import_module("onnxruntime.quantization.shape_inference")
@@ -144,10 +144,10 @@ def quantise(path: Path, batches: list[dict[str, Any]]) -> Path:
             Reader(),
             op_types_to_quantize=["Conv", "Gemm", "MatMul"],
             per_channel=True,
-            # Without 8-bit products of their own, older processors add up pairs in 16 bits, which overflow.
+            # Without 8-bit products, older processors add pairs in 16 bits, which overflows.
             reduce_range=not torch.cpu._is_vnni_supported(),
         )
-    except Exception as error:  # its errors have no class in common
+    except Exception as error:  # its errors have no common class
         raise ValueError(f"the network cannot be quantised to 8 bits: {reason(error)}") from error
     finally:
         logging.disable(before)

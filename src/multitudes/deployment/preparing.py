@@ -1,4 +1,4 @@
-"""Preparing: the same network with less to compute, for whatever runs it then."""
+"""Prepare a network for any engine, by reducing its computation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from multitudes.storage.exporting import members_apart
 
 
 def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> None:
-    """Refuse a network whose predictions for an input are not the same each time, whatever came between."""
+    """Refuse a network whose predictions for the same input change between calls."""
     first = net(example, **options)
     if not first.is_floating_point() and not first.is_complex():
         raise ValueError(f"net must predict logits or values, whose rounding is known, and it predicts {first.dtype}")
-    with suppress(Exception):  # it need not take other numbers
+    with suppress(Exception):  # it need not accept other numbers
         net(mapped(lambda tensor: 1.5 * tensor + 0.1 if tensor.is_floating_point() else tensor, example), **options)
     off = distance(net(example, **options), first)
     if off > 10 * rounding(first.dtype, first.device):
@@ -38,7 +38,7 @@ def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> No
 
 @torch.no_grad()
 def prepared(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[tuple[str, str]]]:
-    """A copy of a network with members apart and norms folded, and what was done, for the summary."""
+    """Return a copy of a network with separate members and folded norms, and rows of the summary."""
     rows = []
     quick = _apart(net, example)
     if quick is not net:
@@ -51,10 +51,10 @@ def prepared(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[M
 
 
 def _apart(net: Multitude, example: Input) -> Multitude:
-    """Members that share weights as networks of their own, unless these would compute twice as much, or draw."""
+    """Convert members that share weights to separate networks, unless that doubles the work or they draw."""
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
         return net
-    net(example)  # which finds out how members run
+    net(example)  # determines how members run
     with recording(net.network, (), work=True) as together:
         net(example)
     member = net.member(0)
@@ -67,9 +67,9 @@ def _apart(net: Multitude, example: Input) -> Multitude:
 
 
 def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, int]:
-    """A copy of a network whose norms are folded where that is the same, and how many are.
+    """Return a copy of a network with norms folded where equivalent, and their number.
 
-    None are where the network's code looks at values: another input may take another way, past the norm.
+    Nothing is folded if the network's code inspects values: another input may take a path past the norm.
     """
     values = [*net.network.parameters(), *net.network.buffers(), *tensors_in(example)]
     with expecting(net.network), recording(net.network, (), looks=values) as trace:
@@ -86,13 +86,13 @@ def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> t
 def _folded(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[Folded]]:
     if not isinstance(net, Members):
         quick = copied(net)
-        quick(example, **options)  # which finds out how it runs
+        quick(example, **options)  # determines how it runs
         pairs = foldable(quick.network, lambda: quick(example, **options))
         fold_norms(quick.network, pairs)
         quick.forget()
         return quick, pairs
     networks = [copied(net._member(index)) for index in range(net.members)]
-    if type(net) is not Members or isinstance(networks[0], Multitude):  # which have more than their tensors stacked
+    if type(net) is not Members or isinstance(networks[0], Multitude):  # subclasses hold more than stacked tensors
         return net, []
     first = Multitude(networks[0]).like(net)
     first(example, **options)

@@ -1,4 +1,4 @@
-"""Quality: whether predictions in 8 bits are as good as the network's own."""
+"""Check that 8-bit predictions are as good as the network's own."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from multitudes import metrics
 from multitudes.core.tasks.predictive import Predictive
 
 ACCURACY = 0.01
-"""How much lower the accuracy may be."""
+"""Maximum loss of accuracy."""
 
 NLL = 0.02
-"""How much higher the negative log-likelihood may be, in nats."""
+"""Maximum increase of the negative log-likelihood, in nats."""
 
 VALUES = 0.05
-"""How much higher a root mean squared error may be, as a share of the deviation of the network's predictions."""
+"""Maximum increase of the RMSE, as a share of the standard deviation of the network's predictions."""
 
 
 def check_quality(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, str]]:
-    """The row of the summary on what predictions have lost; an error where that is too much.
+    """Return the summary's row on the loss of quality; raise if it is too large.
 
-    Without targets the network's own predictions stand for them: how often the labels are the same, and the divergence
-    from the network's probabilities, which is what the likelihood loses if these are right.
+    Without targets the network's own predictions replace them: the share of changed labels, and the divergence from the
+    network's probabilities, which is the loss of likelihood if these are correct.
     """
     measured = (_of_classes if want.reading.classes else _of_values)(got, want, targets)
     against = "its own predictions" if targets is None else "the targets"
@@ -46,7 +46,7 @@ def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> li
 
 
 def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
-    """Losses of the worst output, as a share of its own deviation, and of the likelihood."""
+    """Return the loss of the worst output, as a share of its own deviation, and that of the likelihood."""
     one, other = _outputs(got), _outputs(want)
     spread = other.std(0).maximum(0.01 * other.abs().mean(0)).clamp(min=1e-12)
     quantiles = want.quantiles is not None
@@ -68,13 +68,13 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
 
 
 def _outputs(p: Predictive) -> Tensor:
-    """The mean prediction of the members, `[B, D]`: each quantile, or each output's mean."""
+    """Return the members' mean prediction, `[B, D]`: each quantile, or each output's mean."""
     values = p.predictions.float().mean(0) if p.quantiles is not None else p.mean
     return values.double().reshape(len(values), -1)
 
 
 def _divergence(got: Predictive, want: Predictive) -> Tensor:
-    """The mean divergence of each output's Gaussians, member by member, which those of the mixtures do not exceed."""
+    """Return the mean divergence of each output's Gaussians per member, an upper bound for the mixtures."""
     (mean, variance), (right, own) = (each.member_means_and_variances for each in (got, want))
     each = kl_divergence(Normal(right.double(), own.double().sqrt()), Normal(mean.double(), variance.double().sqrt()))
     return each.reshape(each.shape[0] * each.shape[1], -1).mean(0)

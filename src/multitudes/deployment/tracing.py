@@ -1,7 +1,7 @@
-"""Tracing for deployment: what a network computes of an input of one shape, as a graph of torch's own operations.
+"""Trace a network's computation on an input of one shape, as a graph of torch operations.
 
-The trace is of what ran, below Python, autograd and vmap, so that it holds for inputs of that shape alone. What does
-not depend on the input is computed once and becomes a constant. Code that looks at values or draws random numbers is
+The trace records what ran, below Python, autograd and vmap, so it is valid only for that shape. Parts that do not
+depend on the input are computed once and become constants. Code that inspects values or draws random numbers is
 refused.
 """
 
@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class CannotTrace(RuntimeError):
-    """Why a network is no graph."""
+    """Raised with the reason why a network cannot be traced."""
 
 
 @torch.no_grad()
 def trace(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of a function of tensors, without writes in place and with its constants computed."""
+    """Trace a function of tensors, without in-place writes and with constants computed."""
     try:
         graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*tensors)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # tracing runs the user's own code, so anything may come
+    except Exception as error:  # tracing runs user code, which may raise anything
         raise CannotTrace(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__) from error
     for node in graph.graph.nodes:
         if _draws(node):
@@ -38,7 +38,7 @@ def trace(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> fx.Grap
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a function draws random numbers: attention does not, where its dropout is 0."""
+    """Return whether a function draws random numbers; attention does not if its dropout is 0."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -52,7 +52,7 @@ def _draws(node: fx.Node) -> bool:
 
 @torch.no_grad()
 def check_waits(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
-    """Refuse a function in which the CPU waits for values of another device, or gives it some, which no graph does."""
+    """Refuse a function that synchronises the CPU with another device or copies between them, which graphs cannot."""
     with _Waits() as waits:
         function(*tensors)
     if waits.reasons:
@@ -77,7 +77,7 @@ class _Waits(TorchDispatchMode):
 
 
 def _selects(args: Any) -> bool:
-    """Return whether a function whose shapes may depend on values is one: indexing is not, by numbers."""
+    """Return whether a function's output shape depends on values; indexing by integers does not."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else None
     masks = (torch.bool, torch.uint8)
     return indices is None or any(isinstance(each, Tensor) and each.dtype in masks for each in indices)
@@ -87,7 +87,7 @@ _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
 
 def constant(graph: fx.GraphModule, value: Any) -> Tensor | None:
-    """The tensor that a node of a graph holds; None where it is none, or computed from the input."""
+    """Return the tensor of a node; None if it has none or is computed from the input."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
     found = getattr(graph, str(value.target))
@@ -95,7 +95,7 @@ def constant(graph: fx.GraphModule, value: Any) -> Tensor | None:
 
 
 def with_constant(graph: fx.GraphModule, tensor: Tensor) -> fx.Node:
-    """A new node that holds a tensor, put where the graph inserts."""
+    """Insert a node that holds a tensor at the graph's insertion point."""
     number = len(graph._buffers)
     name = next(name for i in range(number, 2 * number + 2) if not hasattr(graph, name := f"constant_{i}"))
     graph.register_buffer(name, tensor)
@@ -119,7 +119,7 @@ def _compute_constants(graph: fx.GraphModule) -> None:
 
 
 def tidied(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph without what nobody uses."""
+    """Remove unused parts of a graph."""
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}

@@ -1,7 +1,7 @@
 """The page of a study: one HTML file that works from disk, without a network.
 
 Imports core, metrics, landscape, data and study. To add a section, write a function from `Results` to plain data (as in
-`quality.py`), a template of its name in `templates/`, and a row in `SECTIONS` of `page.py`.
+`quality.py`), a template with its name in `templates/`, and a row in `SECTIONS` of `page.py`.
 """
 
 from multitudes.report.page import write

@@ -31,17 +31,17 @@ from multitudes.study.rows import Row
 
 @dataclass(frozen=True)
 class Head:
-    """The heading of a column, and which values come first when it is sorted: those that are better."""
+    """The heading of a column, and its sort order, best values first."""
 
     title: str
     order: str = "ascending"
-    """ "ascending", "descending" or, for what is best at zero, "zero"."""
+    """Sort order: "ascending", "descending", or "zero" if zero is best."""
     sorted: bool = False
-    """Whether the table is sorted by it when the page opens."""
+    """True if the table is initially sorted by this column."""
 
     @classmethod
     def of(cls, column: Column, by: str = "") -> Head:
-        """The heading of a column, with an arrow to what is better."""
+        """Return the heading of a column, with an arrow towards better values."""
         orders = {Better.HIGHER: "descending", Better.ZERO: "zero"}
         order = "ascending" if column.is_cost else orders.get(better(column.name), "ascending")
         arrow = f"\u00a0{column.arrow}" if column.arrow else ""
@@ -50,7 +50,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table, its text, that of its deviation over seeds, and whether it is the best of its column."""
+    """A number of a table, its text, its standard deviation over seeds, and whether it is the column's best."""
 
     value: float
     text: str
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table: the number of its method, None for a baseline; its name, and what is to be said about it."""
+    """A row of a table: the index of its method (None for baselines), its name, its cells and a remark."""
 
     method: int | None
     name: str
@@ -69,7 +69,7 @@ class Line:
 
 
 def standings(results: Results) -> dict[str, Any]:
-    """Mean and deviation over seeds, and the best of each score; rows in the order of the leaderboard."""
+    """Return the leaderboard: mean and deviation over seeds, and the best of each score."""
     unbalanced = bool(results.imbalance)
     first = first_columns(results.board, results.by, results.tiny, unbalanced)
     rest = more_columns(results.board, results.by, unbalanced)
@@ -81,7 +81,7 @@ def standings(results: Results) -> dict[str, Any]:
 
 
 def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head]) -> dict[str, Any]:
-    """A table of rows that have a value in some column."""
+    """Make a table of the rows that have a value in some column."""
     board = [row for row in results.board if any(column.name in row.values for column in columns)]
     cells = [cells_of(board, column) for column in columns]
     lines = [
@@ -97,7 +97,7 @@ def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head])
 
 
 def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
-    """The cells of a column, a dash and NaN where a row has no value."""
+    """Return the cells of a column; a dash and NaN if a row has no value."""
     top = column.best(board)
     cells = []
     for row in board:
@@ -105,7 +105,7 @@ def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
         if value is None:
             cells.append(Cell(math.nan, "–"))
             continue
-        # The deviation of a ratio between seeds is noise of the clock, not of the method.
+        # The deviation of a ratio between seeds is timing noise.
         known = value.spread is not None and math.isfinite(value.spread) and not column.is_cost
         spread = column.text(value.spread or 0.0, beside=value.mean) if known else ""
         cells.append(Cell(value.mean, column.cell(value), spread, row is top))
@@ -118,9 +118,9 @@ TICKS = tuple(2.0**power for power in range(-4, 11))
 
 
 def answer(results: Results) -> View | None:
-    """The figure beside the recommendation: the score against the price, with the methods that no cheaper one beats.
+    """Return the recommendation's figure: score against price, with the Pareto frontier.
 
-    Bars are what the difference from the single network may be. None where there are fewer than two methods.
+    Error bars show the interval of the difference from the single network. None for fewer than two methods.
     """
     found = results.recommendation
     if len(found.points) < 2:
@@ -141,7 +141,7 @@ def answer(results: Results) -> View | None:
 
 
 def cost(results: Results) -> dict[str, Any]:
-    """Scores against costs, and the line of the methods that no cheaper one beats."""
+    """Plot scores against costs, with the Pareto frontier."""
     names = dict.fromkeys([results.by, "accuracy", "nll", "rmse", "log_density"])
     columns = [*costs(results.tiny), *MORE_COSTS]
     views = [view for name in names for column in columns if (view := _view(results, name, column)) is not None]
@@ -149,14 +149,14 @@ def cost(results: Results) -> dict[str, Any]:
 
 
 def score_axis(name: str) -> Axis:
-    """The axis of a score, with a word on which values are better."""
+    """Return the axis of a score, labelled with the better direction."""
     column = column_of(name)
     hint = {Better.HIGHER: " (higher is better)", Better.LOWER: " (lower is better)"}.get(better(name), "")
     return Axis(column.title + hint, percent=column.unit == "%")
 
 
 def _view(results: Results, score: str, price: Column) -> View | None:
-    """None where fewer than two methods have both."""
+    """Plot a score against a cost; None if fewer than two methods have both."""
     known = [row for row in results.board if math.isfinite(row[score]) and row[price.name] > 0]
     if len(known) < 2:
         return None
@@ -179,12 +179,12 @@ def _view(results: Results, score: str, price: Column) -> View | None:
 def _against_price(
     front: Sequence[tuple[float, float]], marks: Sequence[Series], title: str, score: str, label: str = ""
 ) -> View:
-    """Methods by price and score, and a line through the places of those that no cheaper one beats."""
+    """Plot methods by price and score, with a line along the frontier."""
     line = Series([x for x, _ in front], [y for _, y in front])
     return View([line, *marks], Axis(title, log=True, ticks=TICKS), score_axis(score), label)
 
 
 def _mark(results: Results, method: str, x: float, y: float, bars: Sequence[float], tip: str, label: str) -> Series:
-    """A method as one point; `bars` are both ends of its error bar, or none."""
+    """Plot a method as one point; `bars` are the ends of its error bar, or empty."""
     at = results.methods.index(method)
     return Series([x], [y], at, line=False, marks=True, low=bars[:1], high=bars[1:], tips=[tip], labels=[label])

@@ -1,6 +1,6 @@
-"""Calibration: confidence against accuracy, and prediction intervals against what they contain; before and after it.
+"""Calibration: confidence against accuracy, and interval level against coverage, before and after calibration.
 
-Arrays and scores whose names begin with `raw/` are those of the network before it was calibrated.
+Arrays and scores named `raw/...` are those before calibration.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from multitudes.study.measuring import LEVELS
 
 BINS = 10
 QUANTILES = [0.05 * step for step in range(1, 20)]
-"""Whose calibration is shown."""
+"""Quantile levels of the calibration plot."""
 NORMAL_REACH = torch.tensor([NormalDist().inv_cdf((1 + level) / 2) for level in LEVELS], dtype=torch.float64)
-"""Deviations that the intervals of a Gaussian reach to either side, for all levels, `[L]`."""
+"""Half-width of a Gaussian's intervals in standard deviations, for all levels, `[L]`."""
 
 
 # -- classes -----------------------------------------------------------------------------------------------
 
 
 def calibration(results: Results) -> dict[str, Any]:
-    """Reliability diagrams: number, accuracy, confidence and rows of each bin, over the test rows of all seeds."""
+    """Return reliability diagrams: index, accuracy, confidence and size of each bin, over all seeds."""
     panels = []
     for at, method in enumerate(results.methods):
         if bins := _bins(results, method, "probs"):
@@ -42,7 +42,7 @@ def calibration(results: Results) -> dict[str, Any]:
 
 
 def _bins(results: Results, method: str, probs: str) -> list[tuple[int, float, float, int]]:
-    """Number, accuracy, confidence and rows of the bins that have rows; none where there are no predictions."""
+    """Return index, accuracy, confidence and size of the non-empty bins; empty without predictions."""
     pairs = results.tensors(method, probs, "target")
     if not pairs:
         return []
@@ -53,7 +53,7 @@ def _bins(results: Results, method: str, probs: str) -> list[tuple[int, float, f
 
 
 def _before_after(results: Results, *names: str) -> dict[str, Any]:
-    """Scores of each method before and after calibration; no columns where nothing was calibrated."""
+    """Return the scores of each method before and after calibration; no columns if nothing was calibrated."""
     heads: list[Head] = []
     columns: list[Column] = []
     for column in map(column_of, names):
@@ -70,8 +70,8 @@ def _before_after(results: Results, *names: str) -> dict[str, Any]:
 
 
 def intervals(results: Results) -> dict[str, Any]:
-    """Regression: coverage and mean width of the central intervals against their level, mean over seeds; and how often
-    values are below each predicted quantile."""
+    """Plot coverage and mean width of central intervals against their level, averaged over seeds, and the share of
+    values below each predicted quantile."""
     stages = {"after calibration": _curves(results, ""), "before calibration": _curves(results, "raw/")}
     shown = {label: curves for label, curves in stages.items() if curves["coverage"]}
     if not shown:
@@ -90,7 +90,7 @@ def intervals(results: Results) -> dict[str, Any]:
 
 
 def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
-    """Coverage and width of intervals by level, and the shares of values below quantiles; the diagonal first."""
+    """Return coverage and width of intervals by level, and shares of values below quantiles, with a diagonal."""
     found: dict[str, list[Series]] = {"coverage": [], "width": [], "quantiles": []}
     for at, method in enumerate(results.methods):
         if arrays := results.tensors(method, f"{prefix}mean", f"{prefix}std", "target"):
@@ -112,6 +112,6 @@ def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
 
 
 def _coverage_width(mean: Tensor, std: Tensor, target: Tensor, reach: Tensor) -> Tensor:
-    """Coverage and width of intervals that reach `[L]` deviations `[N]` to either side of the mean `[N]`: `[2, L]`."""
+    """Return coverage and width of intervals that reach `[L]` deviations `[N]` from the mean `[N]`, as `[2, L]`."""
     inside = ((target - mean).abs().double() <= reach[:, None] * std.double()).double().mean(1)
     return torch.stack([inside, 2 * reach * std.double().mean()])

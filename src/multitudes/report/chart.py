@@ -1,6 +1,6 @@
 """Figures: lines, points with error bars, and surfaces, on two axes.
 
-A `View` is plain data, a `Drawing` has the places of all that it shows; `render.svg` draws it.
+A `View` is plain data; a `Drawing` computes all positions; `render.svg` draws it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from multitudes.core.checks import needed
 from multitudes.report.scales import Axis, Scale, fitted
 
 HIGHLIGHTED = 6
-"""Methods that are in colour at once."""
+"""Maximum number of methods in colour at once."""
 
 COLOURS = 8
-"""The style sheet has `--c0` to `--c7`."""
+"""Number of colours, `--c0` to `--c7` in the style sheet."""
 
 DASHES = ("", "6 3", "2 2.5", "6 2.5 2 2.5", "10 3", "10 2.5 2 2.5")
 
@@ -38,74 +38,74 @@ SYMBOLS = (
     STAR,
     "m-2.5-4.3h5l2.5 4.3-2.5 4.3h-5l-2.5-4.3z",  # a hexagon
 )
-"""Paths around the place where they are drawn."""
+"""SVG paths of the symbols, relative to their position."""
 SIZES = {"wide": (560, 350), "small": (400, 300)}
 LEFT, RIGHT, TOP, BOTTOM = 62, 28, 32, 50
 LETTER = 6.4
-"""The mean width of a letter."""
+"""Mean width of a letter, in pixels."""
 LONGEST = 24
-"""Letters of a name beside a point."""
+"""Maximum letters of a name next to a point."""
 STEPS, PIXELS = 16, 256
-"""Colours of a surface, and its pixels on each side."""
+"""Number of colours of a surface, and its pixels per side."""
 VIRIDIS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
-"""From low to high, at equal distances (matplotlib's scale of this name)."""
+"""Colours from low to high, equally spaced (matplotlib's scale of this name)."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """The look of the method with this number in all figures and tables: a colour, a dash and a symbol.
+    """The look of the method with this index in all figures and tables: colour, dash and symbol.
 
-    Colours are Okabe and Ito's, variables of the style sheet that follow the light and the dark theme; after
-    eight, they repeat with other symbols and dashes. The first methods are highlighted when the page opens; the others
-    are grey until the reader selects them.
+    The colours are Okabe and Ito's, as style sheet variables that follow the light or dark theme. After eight methods
+    they repeat with other symbols and dashes. The first methods are highlighted initially; the others are grey until
+    the reader selects them.
     """
 
     number: int
 
     @property
     def colour(self) -> str:
-        """A variable of the style sheet."""
+        """Colour, as a style sheet variable."""
         return f"var(--c{self.number % COLOURS})"
 
     @property
     def symbol(self) -> str:
-        """A path around the place where it is drawn."""
+        """SVG path of the symbol, relative to its position."""
         return SYMBOLS[(self.number + self.number // COLOURS) % len(SYMBOLS)]
 
     @property
     def dash(self) -> str:
-        """The lengths of strokes and gaps; empty for a whole line."""
+        """Lengths of dashes and gaps; empty for a solid line."""
         return DASHES[(self.number + self.number // COLOURS) % len(DASHES)]
 
     @property
     def classes(self) -> str:
-        """Classes of an element, which is in colour where the method is highlighted."""
+        """CSS classes of an element, coloured if the method is highlighted."""
         return "m on" if self.number < HIGHLIGHTED else "m"
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points `x [N]`, `y [N]` of a method, or, without one, for comparison."""
+    """Points `x [N]`, `y [N]` of a method, or of a reference curve if `method` is None."""
 
     x: Sequence[float]
     y: Sequence[float]
     method: int | None = None
     line: bool = True
-    """Whether they are joined."""
+    """True to join the points."""
     marks: bool = False
-    """Whether each has the symbol of the method, or a star."""
+    """True to mark each point with the method's symbol, or a star."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """The ends of error bars; NaN for none."""
+    """Ends of the error bars; NaN for none."""
     tips: Sequence[str] = ()
-    """The tooltip of each point."""
+    """Tooltip of each point."""
     labels: Sequence[str] = ()
-    """Written beside the points; empty for none."""
+    """Text next to each point; empty for none."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """Heights on a grid: `heights[j][i]` at `x[i]` and `y[j]`, all of them finite."""
+    """Heights on a grid: `heights[j][i]` at `x[i]` and `y[j]`, all finite."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -114,25 +114,25 @@ class Field:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The lowest and the highest."""
+        """Lowest and highest value."""
         return min(map(min, self.heights)), max(map(max, self.heights))
 
 
 @dataclass(frozen=True)
 class View:
-    """One state of a figure, and the label by which the reader selects it."""
+    """One state of a figure, and the label that selects it."""
 
     series: Sequence[Series]
     x: Axis
     y: Axis
     label: str = ""
     field: Field | None = None
-    """A surface behind the series, whose axes have the same scale."""
+    """Surface behind the series; its axes have the same scale."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A series in a figure: the places of the points that have one, their tips, and the path of the error bars."""
+    """A series in a figure: positions of its visible points, their tooltips, and the path of the error bars."""
 
     series: Series
     places: Sequence[tuple[float, float]]
@@ -141,18 +141,18 @@ class Group:
 
     @property
     def joined(self) -> bool:
-        """Return whether there is a line."""
+        """True if the points are joined by a line."""
         return self.series.line and len(self.places) > 1
 
     @property
     def style(self) -> Style | None:
-        """The look of its method, None without one."""
+        """Style of its method; None for reference curves."""
         return None if self.series.method is None else Style(self.series.method)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The places of all that a figure shows, for the template `chart.html`."""
+    """Positions of everything in a figure, for the template `chart.html`."""
 
     view: View
     width: int
@@ -160,7 +160,7 @@ class Drawing:
 
     @cached_property
     def scales(self) -> tuple[Scale, Scale]:
-        """Both axes; those of a surface have the same length for the same distance."""
+        """Both axes; those of a surface have the same unit length."""
         view, right, bottom = self.view, self.width - RIGHT, self.height - BOTTOM
         if view.field is None:
             across = [value for each in view.series for value in each.x]
@@ -175,14 +175,14 @@ class Drawing:
 
     @property
     def key(self) -> Scale:
-        """The heights of a surface, beside it."""
+        """Colour scale of a surface."""
         assert self.view.field is not None
         (low, high), y = self.view.field.range, self.scales[1]
         return Scale(Axis(), low, high if high > low else low + 1, y.start, y.end)
 
     @property
     def groups(self) -> list[Group]:
-        """All series with a point that has a place; on top, which is last, the highlighted ones, the first of all."""
+        """All series with a visible point, in drawing order: highlighted methods last, the first method on top."""
         order = sorted(self.view.series, key=lambda one: math.inf if one.method is None else one.method, reverse=True)
         return [group for each in order if (group := self._group(each)).places]
 
@@ -202,7 +202,7 @@ class Drawing:
 
     @property
     def labels(self) -> list[tuple[float, float, str]]:
-        """Names beside points, where they cover neither a point nor another name."""
+        """Names next to points, placed to avoid points and other names."""
         x, y = self.scales
         taken: list[Box] = []
         wanted: list[tuple[float, float, str]] = []
@@ -239,7 +239,7 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def place(value: float) -> str:
-    """A place, to a tenth of a pixel.
+    """Format a position to a tenth of a pixel.
 
     >>> place(12.04), place(-0.04), place(3.25)
     ('12', '0', '3.2')
@@ -252,7 +252,7 @@ def place(value: float) -> str:
 
 
 def picture(heights: Sequence[Sequence[float]]) -> str:
-    """Heights on a grid, the first row below, as a picture: a colour for each step, whose edges are lines of height."""
+    """Draw heights on a grid as a contour picture, first row at the bottom."""
     low, high = min(map(min, heights)), max(map(max, heights))
     grid = torch.tensor(heights, dtype=torch.float64).flip(0)
     size = [1 if length == 1 else PIXELS for length in grid.shape]
@@ -265,9 +265,9 @@ def picture(heights: Sequence[Sequence[float]]) -> str:
 
 
 def png(pixels: Any, most: int = 112) -> str:
-    """An image, uint8 `[C, H, W]` with 1 or 3 channels, as the address of a picture within the page.
+    """Encode an image, uint8 `[C, H, W]` with 1 or 3 channels, as a data URL.
 
-    One that is larger than `most` pixels in height or width is made as small as that.
+    Images larger than `most` pixels in height or width are shrunk to fit.
     """
     image = needed("PIL.Image", "data", "a report with images")
     file = io.BytesIO()

@@ -16,14 +16,14 @@ from multitudes.report.scales import Axis
 from multitudes.study.rows import TARGETS
 
 MOST_SOLUTIONS, MOST_ROWS = 320, 500
-"""On the map."""
+"""Limits of the map."""
 
 Seed = tuple[int, Tensor, Tensor]
 """A seed, its members' probabilities `[S, N, C]` (or values `[S, N]`), and the targets `[N]`."""
 
 
 def _members(results: Results, method: str) -> list[Seed]:
-    """The seeds whose members were kept, on the same test rows."""
+    """Return the seeds whose members were saved, on the same test rows."""
     found = [(outcome.seed, outcome.tensors("members", "target")) for outcome in results.alike(method)]
     return [(seed, *tensors) for seed, tensors in found if tensors is not None]  # type: ignore[misc]
 
@@ -32,7 +32,7 @@ def _members(results: Results, method: str) -> list[Seed]:
 
 
 def diversity(results: Results) -> dict[str, Any]:
-    """Normalised diversity of members to the first of their run, against accuracy, with Fort et al.'s limits."""
+    """Plot members' normalised diversity to their run's first one against accuracy, with Fort et al.'s limits."""
     series: list[Series] = []
     references: list[float] = []
     faultless = 0
@@ -52,7 +52,7 @@ def diversity(results: Results) -> dict[str, Any]:
             series.append(Series(x, y, at, line=False, marks=True, tips=tips))
     if not series:
         return {}
-    # Near an accuracy of 1 the upper limit goes to infinity; the points must stay visible.
+    # The upper limit diverges near an accuracy of 1; keep the points visible.
     top = 1.4 * max(max(value for each in series for value in each.y), 0.1)
     limits = _limits(series, sum(references) / len(references), len(results.classes))
     x_axis, y_axis = Axis("accuracy of a member", percent=True), Axis("disagreement ÷ error", low=0, high=top)
@@ -60,11 +60,11 @@ def diversity(results: Results) -> dict[str, Any]:
 
 
 Labels = tuple[str, Tensor, Tensor]
-"""The name of a member, the classes that it predicts `[N]`, and the targets `[N]`."""
+"""Name of a member, its predicted classes `[N]`, and the targets `[N]`."""
 
 
 def _groups(members: list[Seed]) -> list[list[Labels]]:
-    """The members that are compared: those of one run, or where runs have one each, those of all runs."""
+    """Return the groups of members to compare: those of a run, or of all runs if each has one member."""
     groups = [
         [(f"seed {seed}, member {number}", each.argmax(1), target) for number, each in enumerate(probs)]
         for seed, probs, target in members
@@ -75,7 +75,7 @@ def _groups(members: list[Seed]) -> list[list[Labels]]:
 
 
 def _limits(series: list[Series], reference: float, classes: int) -> list[Series]:
-    """Both limits over the accuracies that are there; none for a reference that is no better than chance."""
+    """Return both limits over the observed accuracies; empty if the reference is no better than chance."""
     if classes < 2 or reference * classes <= 1:
         return []
     seen = [value for each in series for value in each.x]
@@ -93,7 +93,7 @@ def _limits(series: list[Series], reference: float, classes: int) -> list[Series
 
 
 def function_map(results: Results) -> dict[str, Any]:
-    """Members as points of the plane, near each other where they predict alike (t-SNE); needs scikit-learn."""
+    """Map members to the plane by their predictions (t-SNE); needs scikit-learn."""
     if importlib.util.find_spec("sklearn") is None:
         return {}
     each = max(1, MOST_SOLUTIONS // len(results.outcomes))
@@ -116,12 +116,12 @@ def function_map(results: Results) -> dict[str, Any]:
 
 
 def _placed(vectors: Tensor) -> Any:
-    """Vectors `[S, D]` as points `[S, 2]`, repeatable."""
+    """Embed vectors `[S, D]` as points `[S, 2]`, reproducibly."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
     tsne = TSNE(perplexity=min(30.0, (len(vectors) - 1) / 3), init="pca", random_state=0)
-    with threadpool_limits(1):  # several threads mostly wait for each other here, and may add up in another order
+    with threadpool_limits(1):  # more threads are no faster here and may change the summation order
         return tsne.fit_transform(vectors.numpy())
 
 
@@ -129,7 +129,7 @@ def _placed(vectors: Tensor) -> Any:
 
 
 def loss_landscape(results: Results) -> dict[str, Any]:
-    """The loss on a plane through networks, where the run has one."""
+    """Plot the loss on a plane through networks, if the run has one."""
     plane = results.landscape.get("plane")
     if not plane:
         return {}
@@ -144,7 +144,7 @@ def loss_landscape(results: Results) -> dict[str, Any]:
 
 
 def _heights(losses: list[list[float | None]]) -> list[list[float]]:
-    """Logarithms: far out the loss is a hundred times that of the valleys. One that is no number is as high as any.
+    """Return log10 of losses, which span orders of magnitude. Non-finite ones get the highest value.
 
     >>> _heights([[0.1, 100.0], [None, float("nan")]])
     [[-1.0, 2.0], [2.0, 2.0]]

@@ -1,4 +1,4 @@
-"""The inputs of the test part: which columns matter, and which inputs the methods are least sure of."""
+"""Inputs of the test part: important columns, and the inputs on which methods are least certain."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from multitudes.report.results import Results
 from multitudes.study.rows import TARGETS
 
 MOST = 10
-"""The most inputs of a section."""
+"""Maximum number of inputs in a section."""
 MOST_COLUMNS = 20
-"""Columns with a bar at most."""
+"""Maximum number of columns with a bar."""
 SHOWN = 8
-"""The columns of the table of test rows."""
+"""Number of columns in the table of test rows."""
 LONGEST = 280
-"""Characters of a text that are shown."""
+"""Maximum characters shown of a text."""
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
-"""Characters without a picture, of which some turn what follows around."""
+"""Invisible characters, some of which change the text direction."""
 WORDS = {"accuracy": "accuracy lost", "rmse": "RMSE added", "entropy": "change of entropy", "std": "change of std"}
 """Headings: the change of a score or an uncertainty when a column is shuffled."""
 FIELDS = ("name", "read_as", "values", "missing", "dropped", "note")
@@ -37,7 +37,7 @@ FIELDS = ("name", "read_as", "values", "missing", "dropped", "note")
 
 
 def columns_read(results: Results) -> dict[str, Any]:
-    """For each column, what it was read as, and what became of it; those that need a look first."""
+    """List each column with its kind and outcome; those with remarks come first."""
     columns = [{field: each.get(field, "") for field in FIELDS} for each in results.about.get("columns") or []]
     columns.sort(key=lambda each: not (each["dropped"] or each["note"]))
     if not columns:
@@ -47,7 +47,7 @@ def columns_read(results: Results) -> dict[str, Any]:
 
 
 def important_columns(results: Results) -> dict[str, Any]:
-    """For each measured method a table of columns, with the effect of shuffling each and the length of its bar."""
+    """List the effect of shuffling each column, with the length of its bar, per measured method."""
     table, kinds, panels = results.importance, ("score", "uncertainty"), []
     for label, own in (table.get("methods") or {}).items():
         means = {name: [statistics.fmean(each[kind]) for kind in kinds] for name, each in own["columns"].items()}
@@ -61,16 +61,16 @@ def important_columns(results: Results) -> dict[str, Any]:
 
 
 def _change(score: str, value: float) -> str:
-    """A change, with its sign."""
+    """Format a change with its sign."""
     text = f"{100 * value:.1f} points" if score == "accuracy" else f"{value:.3g}"
     return f"{'+' if value > 0 else ''}{text}".replace("-", "−")
 
 
-# -- the least sure ----------------------------------------------------------------------------------------
+# -- the most uncertain inputs ------------------------------------------------------------------------------
 
 
 def unsure_rows(results: Results) -> dict[str, Any]:
-    """The test rows of the largest uncertainty of the best method: what they hold, what it predicts, and the truth."""
+    """List the test rows on which the best method is least certain: values, prediction and truth."""
     data = results.table
     if data is None:
         return {}
@@ -106,7 +106,7 @@ def _row_of_numbers(mean: float, low: float, high: float, truth: float) -> tuple
 
 
 def uncertain_images(results: Results) -> dict[str, Any]:
-    """The images of the largest mean entropy, with the class and confidence that each method predicts, of one seed."""
+    """List the images with the largest mean entropy, with each method's class and confidence, for one seed."""
     if results.images is None:
         return {}
     found = _first_seeds(results, results.methods, len(results.images), "probs", "target")
@@ -120,8 +120,8 @@ def uncertain_images(results: Results) -> dict[str, Any]:
 
 
 def uncertain_texts(results: Results) -> dict[str, Any]:
-    """The texts of the largest mean entropy, with the predictions of each method, of one seed; for numbers, the largest
-    deviation of the best method."""
+    """List the texts with the largest mean entropy, with each method's predictions, for one seed; for regression,
+    those with the largest deviation of the best method."""
     if results.texts is None:
         return {}
     return _texts_of_classes(results) if TARGETS[results.task].classes else _texts_of_numbers(results)
@@ -159,7 +159,7 @@ def _texts_of_numbers(results: Results) -> dict[str, Any]:
 
 
 def _most(texts: list[str], unsure: Tensor) -> list[int]:
-    """The rows of the most uncertain texts, the most uncertain first; each text once."""
+    """Return the rows of the most uncertain distinct texts, most uncertain first."""
     first: dict[str, int] = {}
     for row in unsure.argsort(descending=True, stable=True).tolist():
         first.setdefault(texts[row], row)
@@ -167,7 +167,7 @@ def _most(texts: list[str], unsure: Tensor) -> list[int]:
 
 
 def _votes(members: Tensor, names: Sequence[str]) -> str:
-    """Return how many members predict each class, those with the most votes first.
+    """Count the members that predict each class, most votes first.
 
     >>> _votes(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]]), ("no", "yes"))
     '2 yes, 1 no'
@@ -178,7 +178,7 @@ def _votes(members: Tensor, names: Sequence[str]) -> str:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text, without characters that cannot be seen.
+    """Return the start of a text, with invisible characters replaced.
 
     >>> shortened("one line"), len(shortened("word " * 100))
     ('one line', 280)
@@ -187,11 +187,11 @@ def shortened(text: str) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 2].rstrip()} …"
 
 
-# -- parts of them -----------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def _first_seeds(results: Results, methods: Sequence[str], rows: int, *names: str) -> dict[int, tuple[Tensor, ...]]:
-    """By the number of each method, arrays of its first seed, where they are of the test rows of the page."""
+    """Return arrays of each method's first seed, by method index, if they cover the page's test rows."""
     found = {}
     for method in methods:
         outcome = next(iter(results.alike(method)), None)
@@ -202,18 +202,18 @@ def _first_seeds(results: Results, methods: Sequence[str], rows: int, *names: st
 
 
 def _mean_entropy(found: dict[int, tuple[Tensor, ...]]) -> Tensor:
-    """The entropy of each row `[N]`, mean over methods, whose first arrays are probabilities."""
+    """Return the entropy of each row `[N]`, averaged over methods; their first arrays are probabilities."""
     return torch.special.entr(torch.stack([arrays[0] for arrays in found.values()])).sum(2).mean(0)
 
 
 def _vote(probs: Tensor, names: Sequence[str], truth: int) -> tuple[str, float, bool]:
-    """The class of probabilities `[C]`, its confidence in percent, and whether it is right."""
+    """Return the predicted class of probabilities `[C]`, its confidence in percent, and whether it is right."""
     label = int(probs.argmax())
     return names[label], 100 * float(probs[label]), label == truth
 
 
 def table_values(features: Sequence[Feature], x: Tensor) -> dict[str, list[Any]]:
-    """Values of rows `[n, F]` of features by column, in their own units: numbers, texts, None where missing."""
+    """Return the values of feature rows `[n, F]` by column, in their own units: numbers, texts, or None if missing."""
     parts = x.split([len(feature.names) for feature in features], 1)
     return {feature.column: list(_restored(feature, part)) for feature, part in zip(features, parts, strict=True)}
 
@@ -231,7 +231,7 @@ def _restored(feature: Feature, x: Tensor) -> Iterable[Any]:
 
 
 def _text(value: Any) -> str:
-    """A value of a table in a few digits.
+    """Format a value of a table in a few digits.
 
     >>> _text(3.14159), _text(1234567.0), _text(None), _text(-0.5), _text("oak")
     ('3.142', '1,234,567', 'missing', '−0.5', 'oak')

@@ -19,7 +19,7 @@ BINS = 24
 
 
 def ood(results: Results) -> dict[str, Any]:
-    """For each set of out-of-distribution data: tables of all measures by criterion, and histograms."""
+    """Return tables of all measures by criterion, and histograms, per out-of-distribution data set."""
     parts = [
         {
             "name": name,
@@ -33,7 +33,7 @@ def ood(results: Results) -> dict[str, Any]:
 
 
 def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
-    """A measure in percent, by method and criterion."""
+    """Return a measure in percent, by method and criterion."""
     start, end = f"ood/{name}/", f"/{measure}"
     places = [place for place in results.score_names() if place.startswith(start) and place.endswith(end)]
     order = "descending" if better(measure) is Better.HIGHER else "ascending"
@@ -49,12 +49,12 @@ def _table(results: Results, name: str, measure: str) -> dict[str, Any]:
 
 
 def _entropy(members: Tensor) -> Tensor:
-    """Entropy of the mean prediction of members `[S, N, C]`, as a fraction of the largest possible, `[N]`."""
+    """Return the entropy of the mean prediction of members `[S, N, C]`, as a fraction of its maximum, `[N]`."""
     return torch.special.entr(members.mean(0)).sum(1) / math.log(members.shape[2])
 
 
 def _mutual_information(members: Tensor) -> Tensor:
-    """The part of the entropy that comes from disagreement, as a fraction of the largest entropy, `[N]`."""
+    """Return the part of the entropy due to disagreement, as a fraction of the maximum entropy, `[N]`."""
     expected = torch.special.entr(members).sum(2).mean(0) / math.log(members.shape[2])
     return (_entropy(members) - expected).clamp(min=0)
 
@@ -62,13 +62,13 @@ def _mutual_information(members: Tensor) -> Tensor:
 def _histograms(
     results: Results, name: str, criterion: str, uncertainty: Callable[[Tensor], Tensor]
 ) -> list[dict[str, Any]]:
-    """For each method, the fractions of test and of OOD inputs in each bin of uncertainty, over all seeds."""
+    """Return the fractions of test and OOD inputs in each bin of uncertainty, over all seeds, per method."""
     found: dict[int, list[Tensor]] = {}
     for at, method in enumerate(results.methods):
         arrays = [results.tensors(method, place) for place in ("members", f"ood/{name}/members")]
         if all(arrays):
             both = [torch.cat([uncertainty(members) for (members,) in each]) for each in arrays]
-            # The members of a single network never disagree, and there is no histogram to draw.
+            # Members of a single network never disagree; there is nothing to plot.
             if float(torch.cat(both).max()) > 1e-4:
                 found[at] = both
     most = max((float(torch.cat(both).max()) for both in found.values()), default=1.0)

@@ -1,10 +1,10 @@
 "use strict";
-// Highlights methods, on the whole page at once; shows what is known of a point; sorts tables; selects views of figures.
+// Highlight methods on the whole page, show tooltips, sort tables, and select views of figures.
 (() => {
   const all = (selector, inside = document) => Array.from(inside.querySelectorAll(selector));
   const number = (each) => Number(each.dataset.method);
 
-  // -- highlighting: as many methods as the page opens with, the last that were selected -------------------------
+  // -- highlighting: the most recently selected methods, as many as initially ------------------------------------
 
   const buttons = all(".legend button");
   let chosen = buttons.filter((button) => button.getAttribute("aria-pressed") === "true").map(number);
@@ -16,7 +16,7 @@
     all(".chart > .m.on").forEach(raise);
   }
 
-  // On top of the others, but below the names.
+  // Above the others, but below the names.
   const raise = (group) => group.parentNode.insertBefore(group, group.parentNode.querySelector(":scope > .label"));
 
   function toggle(method) {
@@ -24,7 +24,7 @@
     highlight();
   }
 
-  // A method that is pointed at is in colour as long as it is.
+  // Colour a method while it is hovered.
   let near;
 
   function point(method) {
@@ -36,7 +36,7 @@
     all(".chart > .m.near").forEach(raise);
   }
 
-  // -- tips: of the point that is nearest to the pointer ------------------------------------------------------
+  // -- tooltips of the point nearest to the pointer -----------------------------------------------------------
 
   const tip = document.getElementById("tip");
   const names = new Map(buttons.map((button) => [number(button), button.textContent]));
@@ -79,7 +79,7 @@
     point(undefined);
   }
 
-  // -- tables: what is better comes first, and once more what is worse ----------------------------------------
+  // -- tables: sort the best values first, and on the next click the worst ------------------------------------
 
   function sort(button) {
     const heading = button.closest("th");
@@ -99,7 +99,7 @@
     heading.setAttribute("aria-sort", order === "zero" && !again ? "other" : sign > 0 ? "ascending" : "descending");
   }
 
-  // -- views, and what is folded; on paper nothing is ---------------------------------------------------------
+  // -- views, and collapsed sections, which are expanded for printing -----------------------------------------
 
   function choose(select) {
     select.dataset.plots.split(" ").forEach((name) => {

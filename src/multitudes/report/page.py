@@ -1,6 +1,6 @@
-"""The page: all sections in one HTML file that needs nothing else.
+"""The page: all sections in one self-contained HTML file.
 
-A section is a function from `Results` to plain data, empty where the run has nothing for it, and a template of the
+A section is a function from `Results` to plain data, empty if the run has nothing for it, and a template with the
 section's name, which gets these data and `methods`.
 """
 
@@ -44,11 +44,11 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
     "columns": ("How the columns of the data were read", columns_read),
     "provenance": ("How to repeat this study", provenance),
 }
-"""In their order on the page: by name, the heading and the function. All but the first are folded."""
+"""Sections in page order: heading and function by name. All but the first are collapsed."""
 
 
 class Section(NamedTuple):
-    """A part of the page: its id, its heading, and its HTML."""
+    """A part of the page: its id, heading and HTML."""
 
     name: str
     title: str
@@ -56,17 +56,17 @@ class Section(NamedTuple):
 
 
 def write(run_directory: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a run, as its `report.html` or to another path, which it returns.
+    """Write the page of a run to its `report.html` or another path; return the path.
 
-    It shows the jobs that are done, and lists those that are missing. The same run gives the same page, byte by byte.
-    A browser is all that is needed to read it.
+    It shows finished jobs and lists missing ones. The same run gives a byte-identical page, readable with just a
+    browser.
     """
     target = Run(run_directory).report_path if path is None else Path(path)
     return write_atomically(target, page(read_results(run_directory)))
 
 
 def sections(results: Results) -> list[Section]:
-    """The parts of the page for which there is something to show."""
+    """Return the non-empty sections of the page."""
     return [
         Section(name, title, render(f"{name}.html", methods=results.methods, **data))
         for name, (title, function) in SECTIONS.items()
@@ -75,7 +75,7 @@ def sections(results: Results) -> list[Section]:
 
 
 def page(results: Results) -> str:
-    """The whole page, as text."""
+    """Return the whole page as text."""
     return render(
         "page.html", results=results, methods=results.methods, answer=results.recommendation, figure=answer(results),
         sections=sections(results), most=HIGHLIGHTED, css=resource("page.css"), script=resource("page.js"),

@@ -10,7 +10,7 @@ from multitudes.report.results import Results
 
 
 def provenance(results: Results) -> dict[str, Any]:
-    """Everything that is needed to repeat the study."""
+    """Return everything needed to repeat the study."""
     about, spec, model = results.about, results.spec, results.spec.get("model", {})
     config = results.outcomes[0].config
     digest = (config.get("model", {}).get("weights") or {}).get("sha256")
@@ -36,7 +36,7 @@ def provenance(results: Results) -> dict[str, Any]:
 
 
 def _inputs(about: Mapping[str, Any]) -> dict[str, str]:
-    """Texts, and the pixels of images that are prepared as a trained model needs them."""
+    """Describe texts, or the normalisation of images for a pretrained model."""
     found = {}
     if text := about.get("text"):
         lengths = _words(text.get("lengths", {}))
@@ -47,12 +47,12 @@ def _inputs(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _words(table: Mapping[str, Any]) -> str:
-    """A table on one line: `epochs 30, lr 0.05`."""
+    """Format a table on one line: `epochs 30, lr 0.05`."""
     return ", ".join(
         f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in table.items()
     )
 
 
 def _distinct(results: Results, name: str) -> str:
-    """The different values that the jobs recorded."""
+    """Return the distinct values that the jobs recorded."""
     return "; ".join(dict.fromkeys(_words(outcome.metrics.get(name) or {}) for outcome in results.outcomes))

@@ -1,4 +1,4 @@
-"""Quality of the predictions: with more members, of the most confident ones, on corrupted inputs."""
+"""Quality of the predictions: by number of members, by confidence, and on corrupted inputs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from multitudes.report.scales import Axis
 from multitudes.study.columns import column_of
 
 POINTS = 120
-"""Points that are drawn of a curve with one for each row."""
+"""Number of plotted points of a curve with one point per row."""
 
 
 def size(results: Results) -> dict[str, Any]:
-    """Scores against the number of members or draws."""
+    """Plot scores against the number of members or draws."""
     views = []
     for measure in ("nll", "accuracy", "rmse"):
         series = []
@@ -32,7 +32,7 @@ def size(results: Results) -> dict[str, Any]:
                 by_size = zip_longest(tables[0]["sizes"], *(table[measure] for table in tables))
                 known = {count: [float(each) for each in own if each is not None] for count, *own in by_size if count}
                 series.append(_over_seeds(at, known, measure, "{} members or draws"))
-        # A single network is a point, from which the others start; alone it shows nothing.
+        # A single network is the starting point of the others; alone it shows nothing.
         if any(len(each.x) > 1 for each in series):
             axis = Axis(
                 "members or draws", log=True, ticks=tuple(sorted({float(x) for each in series for x in each.x}))
@@ -42,7 +42,7 @@ def size(results: Results) -> dict[str, Any]:
 
 
 def _over_seeds(at: int, values: Mapping[int, list[float]], measure: str, place: str) -> Series:
-    """The line of a method through the means over seeds, with bars for the deviation between them."""
+    """Plot a method's mean over seeds, with error bars of one standard deviation."""
     column, found = column_of(measure), [mean_spread(each) for each in values.values()]
     tips = [
         f"{place.format(where)}: {column.title} {column.told(mean)}"
@@ -54,7 +54,7 @@ def _over_seeds(at: int, values: Mapping[int, list[float]], measure: str, place:
 
 
 def selective_prediction(results: Results) -> dict[str, Any]:
-    """Risk against coverage, mean over seeds."""
+    """Plot risk against coverage, averaged over seeds."""
     series = []
     for at, method in enumerate(results.methods):
         curves = [risk_coverage(probs, target) for probs, target in results.tensors(method, "probs", "target")]
@@ -62,7 +62,7 @@ def selective_prediction(results: Results) -> dict[str, Any]:
         if curves:
             rows, coverage = len(curves[0].risk), curves[0].coverage
             chosen = torch.linspace(0, rows - 1, min(rows, POINTS)).round().long()
-            chosen = chosen[coverage[chosen] >= 0.05]  # of a handful of rows, the risk is noise
+            chosen = chosen[coverage[chosen] >= 0.05]  # on a handful of rows, the risk is noise
             risk = torch.stack([found.risk for found in curves]).mean(0)[chosen].tolist()
             covered = coverage[chosen].tolist()
             both = zip(covered, risk, strict=True)
@@ -70,7 +70,7 @@ def selective_prediction(results: Results) -> dict[str, Any]:
             series.append(Series(covered, risk, at, tips=tips))
     if not series:
         return {}
-    # Where no method errs there is nothing to see.
+    # Skip the range where no method errs.
     most = max(max(each.y) for each in series)
     first = min(x for each in series for x, y in zip(each.x, each.y, strict=True) if y >= 0.02 * most)
     x = Axis("inputs that are predicted", percent=True, low=min(math.floor(10 * first) / 10, 0.9), high=1.0)
@@ -78,7 +78,7 @@ def selective_prediction(results: Results) -> dict[str, Any]:
 
 
 def shift(results: Results) -> dict[str, Any]:
-    """Scores against the severity of corruptions: their mean, and each of them."""
+    """Plot scores against the severity of corruptions: their mean, and each of them."""
     names = [name.split("/") for name in results.score_names() if name.startswith("shift/")]
     found = [parts for parts in names if len(parts) == 4 and parts[2].isdigit()]
     corruptions = sorted({parts[1] for parts in found}, key=lambda name: (name != "mean", name))
@@ -104,6 +104,6 @@ def _severity(results: Results, corruption: str, severities: Sequence[int], meas
         known = {severity: each for severity, place in places.items() if (each := results.scores(method, place))}
         if len(known) > 1:
             line = _over_seeds(at, known, measure, "severity {}")
-            # There may be many corruptions: only their mean has symbols and bars.
+            # There may be many corruptions: only their mean gets symbols and bars.
             series.append(line if corruption == "mean" else replace(line, marks=False, low=(), high=()))
     return series

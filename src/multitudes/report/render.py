@@ -1,4 +1,4 @@
-"""Templates and their filters. Jinja escapes every value; only templates, the style sheet and the script are markup."""
+"""Templates and their filters. Jinja escapes all values; only templates, the style sheet and the script are markup."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from multitudes.study.columns import fixed
 
 
 def render(template: str, package: str = "multitudes.report", **values: Any) -> Markup:
-    """A template of the `templates/` of a package with these values."""
+    """Render a template from the `templates/` of a package."""
     return Markup(_environment(package).get_template(template).render(values))
 
 
 def svg(view: View, alt: str, size: str = "wide") -> Markup:
-    """A figure; `alt` says what it shows to a reader who does not see it."""
+    """Render a figure; `alt` is its text alternative."""
     return render("chart.html", drawing=Drawing(view, *SIZES[size]), alt=alt, star=STAR)
 
 
 def resource(name: str, package: str = "multitudes.report") -> Markup:
-    """A file of a package, a style sheet or a script, which is not escaped."""
+    """Read a style sheet or script of a package, without escaping."""
     return Markup(files(package).joinpath(name).read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""`Results`: everything that a page shows, read from the files of a run directory and from nothing else."""
+"""`Results`: everything a page shows, read only from the files of a run directory."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from multitudes.study.store import PREDICTIONS, WRITTEN_AGAIN, Run
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one job: one method with one seed."""
+    """Results of one job: one method with one seed."""
 
     method: str
-    """The name of the method in the study."""
+    """Name of the method in the study."""
     seed: int
     metrics: Mapping[str, Any]
     config: Mapping[str, Any]
     arrays: Path
-    """The file of its predictions, which are read one by one, since all of them together may be large."""
+    """File of the predictions; arrays are read one at a time, since together they may be large."""
 
     def score(self, name: str) -> float:
-        """A score, or a cost as `costs/name`; NaN where there is none."""
+        """Return a score, or a cost as `costs/name`; NaN if missing."""
         scores, costs = self.metrics["scores"], self.metrics["costs"]
         value = scores[name]["value"] if name in scores else costs.get(name.removeprefix("costs/"))
         return math.nan if value is None else float(value)
 
     def tensors(self, *names: str) -> tuple[Tensor, ...] | None:
-        """Arrays of the predictions, such as `probs [N, C]`, half precision as float32; None where one is missing."""
+        """Return prediction arrays such as `probs [N, C]`, half precision as float32; None if one is missing."""
         if not set(names) <= set(self.array_names()):
             return None
         with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):
@@ -51,7 +51,7 @@ class Outcome:
         return tuple(each.float() if each.dtype == torch.float16 else each for each in found)
 
     def array_names(self) -> list[str]:
-        """The names of the predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
+        """List the arrays of predictions; those on out-of-distribution data are named `ood/DATA/ARRAY`."""
         if not self.arrays.is_file():
             return []
         with reading_tensors(self.arrays, ARRAYS, "a report") as (file, _):
@@ -63,60 +63,60 @@ class Results:
     """Everything that a page is made from."""
 
     name: str
-    """The name of the data."""
+    """Name of the data."""
     task: str
     """ "classification" or "regression"."""
     outcomes: tuple[Outcome, ...]
-    """Results of the jobs that are done, method by method."""
+    """Results of the finished jobs, method by method."""
     board: tuple[Row, ...]
     """A row for each method and each baseline, the best first."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """The jobs that are not done, and why: damaged, failed, or nothing where they have not been run."""
+    """Unfinished jobs with the reason: damaged, failed, or empty if not run."""
     classes: tuple[str, ...] = ()
     images: Any = None
-    """The test images, uint8 `[N, C, H, W]`; None where there are none."""
+    """Test images, uint8 `[N, C, H, W]`, or None."""
     texts: Any = None
-    """The test texts, a list; None where there are none."""
+    """Test texts, a list, or None."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     spec_text: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """The description of the data."""
+    """Description of the data."""
     landscape: Mapping[str, Any] = field(default_factory=dict)
     importance: Mapping[str, Any] = field(default_factory=dict)
-    """The importance of each column, where that was measured."""
+    """Importance of each column, if measured."""
     table: Any = None
-    """The `Data`, where they are a table."""
+    """The `Data` if it is a table."""
     times: Mapping[str, Any] = field(default_factory=dict)
-    """Times that were measured when all jobs were done."""
+    """Times measured after all jobs were done."""
 
     @property
     def by(self) -> str:
-        """The score by which methods are ranked."""
+        """Score by which methods are ranked."""
         return self.recommendation.by
 
     @property
     def tiny(self) -> bool:
-        """Return whether networks are so small that a time is that of calling them."""
+        """True if networks are so small that call overhead dominates their time."""
         return bool(self.times.get("tiny"))
 
     @property
     def imbalance(self) -> str:
-        """A sentence on unbalanced classes; empty where they are balanced."""
+        """A sentence on unbalanced classes; empty if they are balanced."""
         return imbalance(self.about)
 
     @cached_property
     def recommendation(self) -> Recommendation:
-        """The recommendation, as the terminal prints it."""
+        """The recommendation, as printed in the terminal."""
         return recommend(self.board, self.spec.get("by"), self.tiny)
 
     @property
     def ranked(self) -> list[str]:
-        """The methods with a job done, the best first."""
+        """Methods with a finished job, the best first."""
         return [row.name for row in self.board if not row.baseline]
 
     @cached_property
     def methods(self) -> list[str]:
-        """The methods in the order of their styles: first what is highlighted on the page, both parts the best first.
+        """Methods in style order: highlighted ones first, each part sorted best first.
 
         Highlighted are the recommended methods, the single network, and the best of the others.
         """
@@ -126,36 +126,36 @@ class Results:
         return sorted(names, key=lambda name: (name not in first, names.index(name)))
 
     def of(self, method: str) -> list[Outcome]:
-        """The outcomes of a method, one a seed."""
+        """Return the outcomes of a method, one per seed."""
         return [outcome for outcome in self.outcomes if outcome.method == method]
 
     def alike(self, method: str) -> list[Outcome]:
-        """The outcomes of a method on the test rows of the page's data: all, but of folds the first one's."""
+        """Return the outcomes of a method on the page's test rows: all of them, or those of the first fold."""
         first, folded = self.about.get("fingerprint"), bool(self.about.get("folds"))
         return [each for each in self.of(method) if not folded or each.config["data"].get("fingerprint") == first]
 
     def scores(self, method: str, name: str) -> list[float]:
-        """A score of a method, or a cost as `costs/name`, for the seeds that have it."""
+        """Return a score of a method, or a cost as `costs/name`, for the seeds that have it."""
         values = [outcome.score(name) for outcome in self.of(method)]
         return [value for value in values if not math.isnan(value)]
 
     def tensors(self, method: str, *names: str) -> list[tuple[Tensor, ...]]:
-        """Arrays of the predictions of a method, for the seeds that have all of them."""
+        """Return prediction arrays of a method, for the seeds that have all of them."""
         found = (outcome.tensors(*names) for outcome in self.of(method))
         return [each for each in found if each is not None]
 
     def score_names(self) -> list[str]:
-        """The names of all scores that some outcome has."""
+        """List the names of all scores."""
         return list(dict.fromkeys(name for outcome in self.outcomes for name in outcome.metrics["scores"]))
 
     def ood_names(self) -> list[str]:
-        """The names of all out-of-distribution data that some outcome has predictions of."""
+        """List the out-of-distribution data sets with predictions."""
         names = (name for outcome in self.outcomes for name in outcome.array_names() if name.startswith("ood/"))
         return list(dict.fromkeys(name.removeprefix("ood/").rpartition("/")[0] for name in names))
 
 
 def mean_spread(values: list[float]) -> tuple[float, float]:
-    """The mean over seeds and the standard deviation between them, NaN where there is none.
+    """Return mean and standard deviation over seeds; NaN if undefined.
 
     >>> mean_spread([1.0, 3.0])
     (2.0, 1.4142135623730951)
@@ -169,7 +169,7 @@ def mean_spread(values: list[float]) -> tuple[float, float]:
 
 
 def read_results(directory: str | Path) -> Results:
-    """Read a run directory; jobs that are missing or failed are listed as such."""
+    """Read a run directory; missing or failed jobs are listed as such."""
     run = Run(directory)
     outcomes = tuple(
         Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done

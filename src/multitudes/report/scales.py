@@ -1,4 +1,4 @@
-"""Axes: from values to places of a figure, with ticks at round numbers."""
+"""Axes: map values to positions in a figure, with ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class Axis:
 
     title: str = ""
     percent: bool = False
-    """Whether values are fractions, which ticks show in percent."""
+    """True if values are fractions whose ticks are in percent."""
     log: bool = False
-    """Whether the scale is logarithmic; such an axis names its ticks."""
+    """True for a logarithmic scale, which needs explicit ticks."""
     ticks: tuple[float, ...] = ()
-    """Where there are ticks; without any, at round numbers."""
+    """Tick positions; empty for round numbers."""
     low: float | None = None
     high: float | None = None
-    """Where it begins and ends; by default where the values do, with some room."""
+    """Ends of the axis; None fits the values with some margin."""
     bare: bool = False
-    """Whether its numbers mean nothing, and it has no ticks."""
+    """True if values are meaningless; no ticks."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis on a figure: from `low` at the place `start` to `high` at `end`."""
+    """An axis in a figure: maps `low` to position `start` and `high` to `end`."""
 
     axis: Axis
     low: float
@@ -36,7 +36,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """Return the position of a value."""
         low, high, at = (self._linear(each) for each in (self.low, self.high, value))
         return self.start + (self.end - self.start) * (at - low) / (high - low)
 
@@ -44,12 +44,12 @@ class Scale:
         return math.log(value) if self.axis.log else value
 
     def holds(self, value: float) -> bool:
-        """Return whether the axis has a place for a value."""
+        """Return whether a value is on the axis."""
         room = 1e-9 * (self.high - self.low)
         return math.isfinite(value) and self.low - room <= value <= self.high + room
 
     def ticks(self, apart: float) -> list[tuple[float, str]]:
-        """Places and texts; those that are less than `apart` from the one before are left out."""
+        """Return positions and texts of the ticks, skipping those closer than `apart` to the one before."""
         values, decimals = self._values()
         kept: list[tuple[float, str]] = []
         for value in values:
@@ -58,7 +58,7 @@ class Scale:
         return kept
 
     def _values(self) -> tuple[list[float], int | None]:
-        """Return where there may be ticks, and their decimal places; None for as many as each needs."""
+        """Return candidate tick values and their decimal places; None for as many as each needs."""
         if self.axis.bare or self.axis.ticks:
             return [value for value in self.axis.ticks if self.holds(value)], None
         unit = 100 if self.axis.percent else 1
@@ -72,7 +72,7 @@ class Scale:
 
 
 def fitted(axis: Axis, values: Iterable[float], start: float, end: float, room: float = 0.06) -> Scale:
-    """The scale on which all finite values have a place, with some room at the ends that the axis does not set.
+    """Fit a scale to all finite values, with some margin at ends that the axis does not fix.
 
     >>> scale = fitted(Axis(low=0.0), [1.0, 5.0], 0, 100, room=0)
     >>> scale.high, scale(2.5)
@@ -91,7 +91,7 @@ def fitted(axis: Axis, values: Iterable[float], start: float, end: float, room: 
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], int]:
-    """Round numbers within two ends, and how many decimal places they need.
+    """Return round numbers between two ends, and the decimal places they need.
 
     >>> round_ticks(0.0, 1.0), round_ticks(-3.0, 17.0)
     (([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], 1), ([0.0, 5.0, 10.0, 15.0], 0))

@@ -14,7 +14,7 @@ from multitudes.evaluation.conformal import Conformal
 
 
 def rounded(values: Tensor) -> list[Any]:
-    """Numbers to six digits, as many as float32 has, in lists as the tensor has dimensions; None where not finite.
+    """Round numbers to six digits, float32 precision, as nested lists; None if not finite.
 
     >>> import torch
     >>> rounded(torch.tensor([[1 / 3, 2.0], [torch.nan, torch.inf]]))
@@ -26,7 +26,7 @@ def rounded(values: Tensor) -> list[Any]:
 
 
 def answer_columns(answer: Predictive, data: Data, level: float) -> dict[str, list[Any]]:
-    """An answer for each input: classes with their uncertainty, or numbers with intervals, in their own units."""
+    """Return an answer per input, as columns: classes with uncertainty, or intervals in the target's units."""
     if data.classes:
         return {
             "label": [data.classes[label] for label in answer.label.tolist()],
@@ -44,7 +44,7 @@ def answer_columns(answer: Predictive, data: Data, level: float) -> dict[str, li
 
 
 def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Columns of a table as rows.
+    """Convert columns of a table to rows.
 
     >>> rows_of({"label": ["oak", "elm"], "confidence": [0.9, 0.6]})
     [{'label': 'oak', 'confidence': 0.9}, {'label': 'elm', 'confidence': 0.6}]
@@ -53,7 +53,7 @@ def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def answer_rows(answer: Predictive, data: Data, level: float, conformal: Conformal | None) -> list[dict[str, Any]]:
-    """An answer for each input, with those of the members; `conformal` has the scores of sets of classes, where the
+    """Return one answer per input, with those of the members; `conformal` has the scores for sets of classes if the
     predictions have none."""
     columns, names = answer_columns(answer, data, level), data.classes
     if not names:
@@ -83,5 +83,5 @@ def answer_rows(answer: Predictive, data: Data, level: float, conformal: Conform
 
 
 def _named(sets: Tensor, names: tuple[str, ...]) -> list[list[str]]:
-    """The names of the classes in each set, of boolean `[B, C]`."""
+    """Return the class names in each set, given a boolean mask `[B, C]`."""
     return [[name for name, inside in zip(names, row, strict=True) if inside] for row in sets.tolist()]

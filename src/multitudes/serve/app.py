@@ -1,4 +1,4 @@
-"""The HTTP application: what each address answers, and how requests are refused."""
+"""The HTTP application: routes, and refusals of requests."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from multitudes.serve.requests import notes_on, read_request
 log = logging.getLogger("multitudes.serve")
 
 READERS = 4
-"""Bodies that are read at once: an image may take as much memory as it has pixels."""
+"""Number of bodies read at once: an image may take as much memory as it has pixels."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
-"""Names by which a browser on this machine calls it."""
+"""Host names of this machine in a browser."""
 BATCH = 256
-"""The most rows that are predicted together, as in `multitudes predict`."""
+"""Maximum rows per batch, as in `multitudes predict`."""
 
 
 def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
-    """The application that serves a network, with the options of `Server`."""
+    """Create the application that serves a network, with the options of `Server`."""
     server = Server(network, **options)
 
     @asynccontextmanager
@@ -68,11 +68,11 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
 
 
 class Server:
-    """The state that the addresses of the application share, and a function for each of them.
+    """State shared by the routes, and a method for each of them.
 
-    `level` is that of sets and intervals where a request asks for none, `token` what a request must bring, `wait` the
-    seconds that a batch waits for requests that are on their way. A `local` server without a token answers only to the
-    names of this machine, so that no other web page can ask it under a name of its own.
+    `level` is the default level of sets and intervals, `token` the token that requests must send, `wait` the seconds
+    that a batch waits for incoming requests. A `local` server without a token only accepts the host names of this
+    machine, so that no other web page can reach it under its own name (DNS rebinding).
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Server:
         self._about = self._described()
 
     def close(self) -> None:
-        """Finish what is under way, and end the threads."""
+        """Finish running requests, and end the threads."""
         self.batcher.close()
         self.readers.shutdown()
 
-    # -- addresses -----------------------------------------------------------------------------------------
+    # -- routes ------------------------------------------------------------------------------------------------
 
     async def predict(self, request: Request) -> Response:
-        """Answers to the inputs of a request."""
+        """Answer the inputs of a request."""
         self._authorise(request)
         level = _level(request, self.level)
         if self.under_way >= self.limits.requests:
@@ -114,16 +114,16 @@ class Server:
         return _json({"answers": answers, **told})
 
     async def about(self, request: Request) -> Response:
-        """The network, what it takes, and examples."""
+        """Describe the network, its inputs, and examples."""
         self._authorise(request)
         return _json(self._about)
 
     async def health(self) -> Response:
-        """Answer, so that others know that the server runs."""
+        """Confirm that the server runs."""
         return _json({"status": "ok"})
 
     async def metrics_text(self, request: Request) -> Response:
-        """The numbers of the server."""
+        """Return the server's metrics."""
         self._authorise(request)
         return Response(
             self.metrics.text(self.under_way, self.batcher.waiting),
@@ -131,10 +131,10 @@ class Server:
         )
 
     async def page(self) -> Response:
-        """The page for people; what it shows comes from `/about`."""
+        """Return the page for people; it loads its content from `/about`."""
         return _html(page())
 
-    # -- parts of them -------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     def _authorise(self, request: Request) -> None:
         host = request.headers.get("host", "").lower()
@@ -181,7 +181,7 @@ class Server:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body, of which no more is read than is allowed."""
+    """Read the body, up to the size limit."""
     told = request.headers.get("content-length", "")
     body = bytearray()
     try:
@@ -213,7 +213,7 @@ def _level(request: Request, default: float) -> float:
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """In ASCII: half a character in a request is then no error of the answer."""
+    """Encode as ASCII JSON, so that lone surrogates from a request cannot break the answer."""
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
@@ -234,7 +234,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 class Watched:
-    """Counts and times requests, adds headers, and answers unexpected errors, so that none ends the server."""
+    """Middleware that counts and times requests, adds headers, and turns unexpected errors into responses."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app, self.metrics = app, metrics
@@ -264,7 +264,7 @@ class Watched:
             self.metrics.request(path, status, time.perf_counter() - start)
 
 
-AGAIN, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}  # which says that the rest of the body is not read
+AGAIN, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}  # signals that the rest of the body is not read
 REFUSED_WITH = {401: {"WWW-Authenticate": "Bearer"}, 413: CLOSE, 503: AGAIN, 504: AGAIN | CLOSE}
 PATHS = ("/predict", "/about", "/health", "/metrics", "/", "/docs", "/openapi.json")
 HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}

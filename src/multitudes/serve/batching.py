@@ -1,8 +1,8 @@
-"""Requests that come together are answered as one batch.
+"""Combine concurrent requests into batches.
 
-One thread computes. While it does, requests wait; when it is free, it takes all that are waiting, up to a number of
-rows, and first waits a few milliseconds if others are on their way (`expecting`). A batch that fails is answered
-request by request, so that only the one at fault gets the error.
+One thread computes, and requests wait in the meantime. When it is free, it takes all waiting requests up to a number of
+rows, after waiting a few milliseconds if others are expected (`expecting`). A failed batch is retried request by
+request, so that only the faulty one gets the error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class QueueFull(Exception):
-    """As many rows as may wait are waiting."""
+    """Raised when the queue is full."""
 
 
 @dataclass(eq=False)
@@ -32,14 +32,14 @@ class _Waiting(Generic[Question, Answer]):
 
 
 class Batcher(Generic[Question, Answer]):
-    """Answers questions in batches, in a thread of its own.
+    """Answer questions in batches, in a separate thread.
 
     Args:
-        work: the answers to a batch of questions, in their order.
-        rows: the most rows of a batch; a question with more is a batch by itself.
-        wait: for how many seconds a batch waits for questions that are expected.
-        waiting: the most rows that may wait; beyond, `submit` raises `QueueFull`.
-        watch: is told the rows of each batch.
+        work: returns the answers to a batch of questions, in order.
+        rows: maximum rows of a batch; a larger question is a batch by itself.
+        wait: seconds that a batch waits for expected questions.
+        waiting: maximum waiting rows; beyond, `submit` raises `QueueFull`.
+        watch: called with the rows of each batch.
 
     >>> batcher = Batcher(lambda numbers: [2 * number for number in numbers])
     >>> batcher.submit(21).result()
@@ -64,19 +64,19 @@ class Batcher(Generic[Question, Answer]):
         self._thread = ThreadPoolExecutor(1, "batches")
 
     def submit(self, question: Question, rows: int = 1) -> Future[Answer]:
-        """Have a question answered; a future that is cancelled before its batch begins costs nothing."""
+        """Queue a question; cancelling the future before its batch starts skips it."""
         one: _Waiting[Question, Answer] = _Waiting(question, rows)
         with self._changed:
             if self._queue and self.waiting + rows > self._limit:
                 raise QueueFull
-            self._thread.submit(self._run)  # which raises a RuntimeError once it is closed
+            self._thread.submit(self._run)  # raises a RuntimeError once it is closed
             self._queue.append(one)
             self._changed.notify()
         return one.answer
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Inside, a question is on its way, for which a batch may wait."""
+        """Announce a question inside the context, so that a batch may wait for it."""
         with self._changed:
             self._expected += 1
         try:
@@ -88,24 +88,24 @@ class Batcher(Generic[Question, Answer]):
 
     @property
     def waiting(self) -> int:
-        """Rows that wait to be computed."""
+        """Rows waiting to be computed."""
         return sum(each.rows for each in list(self._queue))
 
     def close(self) -> None:
-        """Answer what is waiting, and end."""
+        """Answer waiting questions, and end."""
         self._thread.shutdown()
 
     # -- in the thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Answer a batch. This is called once for each question, and does nothing once all have been taken."""
+        """Answer a batch. Called once per question; does nothing once all have been taken."""
         batch = [each for each in self._next() if each.answer.set_running_or_notify_cancel()]
         if batch:
             self._watch(sum(each.rows for each in batch))
             self._settle(batch)
 
     def _next(self) -> list[_Waiting[Question, Answer]]:
-        """The questions to answer together."""
+        """Take the questions of the next batch."""
         batch: list[_Waiting[Question, Answer]] = []
         with self._changed:
             until = time.monotonic() + self._wait
@@ -122,7 +122,7 @@ class Batcher(Generic[Question, Answer]):
             answers = self._work([each.question for each in batch])
             if len(answers) != len(batch):
                 raise RuntimeError(f"{len(batch)} questions got {len(answers)} answers")
-        except BaseException as error:  # whatever it is, the thread must live on
+        except BaseException as error:  # the thread must survive any error
             if len(batch) == 1:
                 batch[0].answer.set_exception(error)
                 return

@@ -1,7 +1,6 @@
-"""The test part, which a network has not learned from: its uncertainty there, and examples for a page.
+"""The test part, unseen in training: the network's uncertainty there, and examples for a page.
 
-The predictions are those that the job has saved; where there are none, or other draws are asked for, some rows are
-predicted anew.
+Uses the predictions saved by the job; without those, or for another number of draws, some rows are predicted again.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from multitudes.serve.answers import rows_of
 from multitudes.study.trained import Trained
 
 ROWS = 1000
-"""The most that are predicted anew."""
+"""Maximum number of rows to predict again."""
 EXAMPLES = 6
-"""Examples of each sort."""
+"""Number of examples of each kind."""
 
 
 class HeldOut(NamedTuple):
-    """Rows of the test part `[n]`, with the network's uncertainty of each, `[n]`: entropy, or standard deviation."""
+    """Rows of the test part `[n]`, with the network's uncertainty on each, `[n]`: entropy or standard deviation."""
 
     rows: Tensor
     uncertainty: Tensor
     probs: Tensor | None
-    """The probabilities of classes, `[n, C]`."""
+    """Class probabilities, `[n, C]`."""
 
     def conformal(self, y: Tensor) -> Conformal | None:
-        """The scores for sets of classes, from all targets of the test part; nothing was fitted to these rows."""
+        """Fit conformal scores for sets of classes to these otherwise unused rows; `y` holds all test targets."""
         if self.probs is None:
             return None
         return Conformal.fit(Predictive(self.probs.clamp(min=torch.finfo().tiny).log()[None]), y[self.rows])
 
 
 def held_out(trained: Trained, anew: bool = False, seed: int = 0, precision: str | None = None) -> HeldOut:
-    """From the files of the job, or `anew` from the network."""
+    """Read held-out predictions from the job's files, or compute them if `anew`."""
     test, classes = trained.data.test, trained.data.classes
     saved = {} if anew else trained.job.predictions
     rows, array = torch.arange(len(test)), saved.get("probs" if classes else "std")
@@ -59,7 +58,7 @@ def held_out(trained: Trained, anew: bool = False, seed: int = 0, precision: str
 
 
 def examples(data: Data, held_out: HeldOut) -> dict[str, list[dict[str, Any]]]:
-    """`{"sure": [...], "unsure": [...]}`: each the input, under `image`, `row` or `text`, and its `truth`."""
+    """Return `{"sure": [...], "unsure": [...]}`: inputs under `image`, `row` or `text`, each with its `truth`."""
     order = held_out.uncertainty.argsort(stable=True)
     rows = held_out.rows[order]
     count = min(EXAMPLES, len(rows) // 2)
@@ -69,7 +68,7 @@ def examples(data: Data, held_out: HeldOut) -> dict[str, list[dict[str, Any]]]:
 
 
 def _varied(rows: Tensor, data: Data, count: int) -> Tensor:
-    """The first rows, of classes one of each before any second."""
+    """Return the first rows, taking one of each class before any second one."""
     if not data.classes:
         return rows[:count]
     first: dict[int, int] = {}
@@ -88,7 +87,7 @@ def _shown(data: Data, rows: Tensor) -> list[dict[str, Any]]:
 
 
 def _inputs(data: Data, rows: Tensor) -> list[dict[str, Any]]:
-    """Inputs of the test part; none where a page cannot show them."""
+    """Return inputs of the test part; empty if a page cannot show them."""
     if data.kind.pictured(data.shape):
         return [{"image": png(data.test.x[row].numpy(), max(data.shape))} for row in rows.tolist()]
     if data.kind.written and len(data.test.files) == len(data.test):
@@ -99,7 +98,7 @@ def _inputs(data: Data, rows: Tensor) -> list[dict[str, Any]]:
 
 
 def _table_rows(data: Data, x: Tensor) -> list[dict[str, Any]]:
-    """Rows by column, in their own units, from their features `[n, F]`."""
+    """Invert features `[n, F]` into rows by column, in their own units."""
     columns = table_values(data.encoder.features, x)
     short = {
         name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
@@ -109,7 +108,7 @@ def _table_rows(data: Data, x: Tensor) -> list[dict[str, Any]]:
 
 
 def columns_of(data: Data) -> list[dict[str, Any]]:
-    """The columns of a table: name, kind, and what a category may be; none where the inputs have no columns."""
+    """Describe the columns of a table: name, kind and known categories; empty if the inputs have no columns."""
     if not data.kind.named:
         return []
     return [

@@ -9,7 +9,7 @@ from multitudes.core.checks import check_count, check_number
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a request may ask for, and the most requests at a time."""
+    """Limits of a request, and of concurrent requests."""
 
     size: int = 10_000_000
     """Bytes of a body."""
@@ -18,9 +18,9 @@ class Limits:
     pixels: int = 50_000_000
     """Pixels of an image before it is resized."""
     seconds: float = 30.0
-    """From the first byte of a request to its answer."""
+    """Seconds from the first byte of a request to its answer."""
     requests: int = 128
-    """Requests under way at once."""
+    """Concurrent requests."""
 
     def __post_init__(self) -> None:
         check_number("seconds", self.seconds, 0, above=True)
@@ -29,7 +29,7 @@ class Limits:
 
 
 class Refused(Exception):
-    """A request that gets no answer: one sentence, and the status of HTTP."""
+    """A refused request: one sentence, and the HTTP status."""
 
     def __init__(self, sentence: str, status: int = 422) -> None:
         super().__init__(sentence)

@@ -1,4 +1,4 @@
-"""Numbers about the server, in the text format of Prometheus."""
+"""Metrics of the server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class _Histogram:
         self.total += value
 
     def values(self) -> dict[str, Any]:
-        """Its numbers, by what their names end in."""
+        """Return the numbers by suffix of their metric names."""
         below = zip((*self.bounds, "+Inf"), accumulate(self.counts), strict=True)
         buckets = {f'_bucket{{le="{bound}"}}': count for bound, count in below}
         return {**buckets, "_sum": f"{self.total:.9g}", "_count": sum(self.counts)}
 
 
 class ServerMetrics:
-    """Counts of requests by path and status, the time of predictions, and the rows of batches; threads may share it.
+    """Counts of requests by path and status, prediction times, and batch sizes; thread-safe.
 
     >>> metrics = ServerMetrics()
     >>> metrics.request("/predict", 200, 0.02)
@@ -45,19 +45,19 @@ class ServerMetrics:
         self._seconds, self._rows = _Histogram(SECONDS), _Histogram(ROWS)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """A request was answered; its path is one of the server's own."""
+        """Record an answered request to one of the server's paths."""
         with self._lock:
             self._requests[path, status] += 1
             if path == "/predict":
                 self._seconds.add(seconds)
 
     def batch(self, rows: int) -> None:
-        """A batch of so many rows was begun."""
+        """Record the start of a batch."""
         with self._lock:
             self._rows.add(rows)
 
     def text(self, under_way: int, waiting: int) -> str:
-        """All of it, with the number of predictions under way now, and of rows that wait."""
+        """Format all metrics, including the number of running predictions and waiting rows."""
         with self._lock:
             counts = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
             lines = [

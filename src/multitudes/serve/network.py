@@ -1,4 +1,4 @@
-"""The network that is served: how it runs, and what it answers to several requests at once."""
+"""The served network: how it runs, and its answers to several requests at once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from multitudes.study.assignment import precision_on
 from multitudes.study.trained import Trained
 
 EXAMPLE = 8
-"""Test inputs on which the deployed network is proven."""
+"""Number of test inputs on which the deployed network is verified."""
 
 Answers = list[dict[str, Any]]
-"""One for each row of a request."""
+"""One answer per row of a request."""
 
 
 class Question(NamedTuple):
@@ -35,10 +35,10 @@ class Question(NamedTuple):
 
 
 class ServedNetwork:
-    """A trained network as it is served: deployed where that can be, with conformal scores for its classes.
+    """A trained network, deployed if possible, with conformal scores for its classes.
 
-    Its answers are those of `multitudes predict`. Sets of classes hold the right one as often as their level says, by
-    the scores of the test part. `draws` were asked for, where they are others than in the job.
+    Answers are those of `multitudes predict`. Sets of classes have the requested coverage, based on scores of the test
+    part. `draws` overrides the number of draws of the job.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ServedNetwork:
         self.draws = bool(stochastic_layers(trained.multitude.network))
         self.together = not self.draws and self._rows_apart(example)
         self.how = self._deploy(example)
-        self.members = self.predict(example).members  # the first batch takes longest: ways to run are tried on it
+        self.members = self.predict(example).members  # warm up: the first batch tries several ways to run
 
     def predict(self, x: Tensor) -> Predictive:
         """Predict inputs `[N, ...]`."""
@@ -64,7 +64,7 @@ class ServedNetwork:
         return self.trained.predict(x, seed=seed, precision=self._precision, progress=False, by=self._quick)
 
     def answer(self, questions: Sequence[Question]) -> list[Answers]:
-        """The answers to each question; those that may share a batch are predicted together."""
+        """Answer each question; those that may share a batch are predicted together."""
         if not self.together:
             return [self._rows(self.predict(each.x), each.level) for each in questions]
         whole = self.predict(torch.cat([each.x for each in questions]))
@@ -81,13 +81,13 @@ class ServedNetwork:
     # -- how it runs ---------------------------------------------------------------------------------------
 
     def _rows_apart(self, example: Tensor) -> bool:
-        """Return whether a row's prediction does not depend on the other rows, so that requests may share a batch."""
+        """Return whether predictions of rows are independent, so that requests may share a batch."""
         net = self.trained.multitude
         with evaluating(net), torch.no_grad():
             return not rows_interact(net.network, net._predictions, self._seen(example))
 
     def _deploy(self, example: Tensor) -> str:
-        """Make the network fast, and say how it runs. One that draws stays as it is, so that its draws are the same."""
+        """Deploy the network, and describe how it runs. Stochastic ones stay as they are, to keep their draws."""
         if self.draws:
             return "by torch, each request by itself, since the network draws"
         try:
@@ -98,5 +98,5 @@ class ServedNetwork:
         return deployed.summary()
 
     def _seen(self, x: Tensor) -> Tensor:
-        """Inputs as the network is called with them."""
+        """Preprocess inputs for the network, on its device."""
         return self.data.normalised(x.to(self.trained.device))

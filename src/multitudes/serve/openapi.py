@@ -1,4 +1,4 @@
-"""Descriptions of the addresses for OpenAPI: bodies, parameters and answers."""
+"""OpenAPI descriptions of the routes: bodies, parameters and answers."""
 
 from __future__ import annotations
 

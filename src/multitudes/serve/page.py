@@ -1,4 +1,4 @@
-"""The pages of the server: one to try the network on, and one with the addresses. Both load nothing from elsewhere."""
+"""The pages of the server: one to try the network, and one that lists the routes. They load no external resources."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HERE = "multitudes.serve"
 
 @cache
 def page() -> str:
-    """The page to try the network on. It has nothing of the network in it: its script asks `/about`."""
+    """Return the page to try the network. It is static: its script loads `/about`."""
     return render("page.html", HERE, css=_css(), script=resource("templates/page.js", HERE))
 
 
 def docs_page(openapi: Mapping[str, Any]) -> str:
-    """The addresses of the server, from its description by OpenAPI."""
+    """Return the page of routes, from their OpenAPI description."""
     return render("docs.html", HERE, css=_css(), openapi=openapi)
 
 
@@ -31,7 +31,7 @@ def _css() -> str:
 
 @cache
 def policy(html: str) -> str:
-    """The Content-Security-Policy of a page: its own style sheet and script may run, and nothing else."""
+    """Return the Content-Security-Policy of a page: only its own style sheet and script may run."""
     allowed = {
         name: " ".join(f"'sha256-{_digest(text)}'" for text in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))
         for name, tag in (("style-src", "style"), ("script-src", "script"))

@@ -1,8 +1,8 @@
-"""The body of a request into inputs of the network: JSON, an image, or a text.
+"""Parse the body of a request into inputs of the network: JSON, an image, or a text.
 
 JSON is an object with one key, a list: `{"rows": [{"sun": 4.5, "kind": "oak"}]}`, `{"images": ["BASE64"]}` or
-`{"texts": ["not bad"]}`, whichever the network was trained on. A body of type image/* is one image, text/plain one
-text. Values are read as `multitudes predict` reads them from files. What is read runs no code and has bounds.
+`{"texts": ["not bad"]}`, depending on the network. A body of type image/* is one image, text/plain one text. Values are
+parsed as `multitudes predict` parses files. Parsing runs no code and has size limits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from multitudes.data.types import Data
 from multitudes.serve.limits import Limits, Refused
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
-"""Formats of images that Pillow decodes by itself. Others may start programs, as PostScript does."""
+"""Image formats that Pillow decodes itself. Others may start programs, like PostScript."""
 
 NAME = "the request"
-"""In sentences about bad rows."""
+"""Source name in messages about bad rows."""
 
 
 def read_request(body: bytes, content_type: str, data: Data, limits: Limits) -> Inputs:
-    """The inputs that a body holds; a `Refused` with a sentence where they cannot be used."""
+    """Parse the inputs of a body; raise `Refused` if they cannot be used."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "application/json":
         values = _listed(body, data)
@@ -56,7 +56,7 @@ def read_request(body: bytes, content_type: str, data: Data, limits: Limits) -> 
 
 
 def notes_on(inputs: Inputs) -> list[str]:
-    """Sentences on what was filled in, cut or not known."""
+    """Return sentences on values that were filled in, cut or unknown."""
     return [*remarks(inputs.unknown, inputs.filled), *inputs.notes]
 
 
@@ -73,7 +73,7 @@ def _decoded(body: bytes) -> str:
 
 
 def _listed(body: bytes, data: Data) -> list[Any]:
-    """The list in a body of JSON, under the name of what the network takes."""
+    """Return the list in a JSON body, under the key of the network's inputs."""
     name = data.kind.inputs
     found = _json(_decoded(body))
     if not isinstance(found, dict):
@@ -100,18 +100,18 @@ def _json(text: str) -> Any:
         raise Refused(
             "the body is no JSON that can be read: its lists and objects are nested too deeply", 400
         ) from error
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise Refused("the body is no JSON that can be read: a number has too many digits", 400) from error
 
 
 def _called(value: Any) -> str:
-    """The type of a value of JSON, in words."""
+    """Name the type of a JSON value."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def _shown(text: str, most: int = 60) -> str:
-    """A text of the request inside a sentence, cut where it is long."""
+    """Quote a text of the request, cut if it is long."""
     return repr(text if len(text) <= most else f"{text[:most]} ...")
 
 
@@ -150,14 +150,14 @@ def _check_cell(where: str, value: Any) -> None:
 
 
 def _written(value: Any) -> str:
-    """A value as the cell of a CSV file."""
+    """Format a value like a CSV cell."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return "" if value is None else str(value)
 
 
 def _numbers(values: Sequence[Any]) -> Column:
-    """A column without texts: numbers, or yes and no."""
+    """Make a column of numbers or booleans."""
     found = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float64)
     yes_no = any(isinstance(value, bool) for value in values)
     return Column("number", found, names=("False", "True") if yes_no else ())
@@ -186,14 +186,14 @@ def _file(image: Any, name: str) -> bytes:
 
 
 def _check_image(file: bytes, name: str, limits: Limits) -> None:
-    """The size of an image, from its header: its pixels may be a million times as many as its bytes."""
+    """Check an image's size from its header: it may have a million times as many pixels as bytes."""
     pillow = needed("PIL.Image", "serve", "serving images")
     try:
         with pillow.open(io.BytesIO(file), formats=FORMATS) as image:
             width, height = image.size
     except pillow.DecompressionBombError as error:
         raise Refused(f"{name} must have {limits.pixels:,} pixels at most, got far more") from error
-    except Exception as error:  # Pillow raises what its decoders raise, which is nearly anything
+    except Exception as error:  # Pillow's decoders raise nearly anything
         formats = ", ".join(FORMATS)
         raise Refused(f"{name} must be an image ({formats}), got {len(file)} bytes that are none") from error
     if width * height > limits.pixels:
@@ -208,7 +208,7 @@ def _text_source(texts: Sequence[Any], data: Data, limits: Limits) -> Source:
 
 
 def _source(columns: Mapping[str, Column], names: Sequence[str]) -> Source:
-    """Columns of a request, whose rows have names."""
+    """Make a source from the columns of a request, with named rows."""
     return Source(NAME, columns, {"train": torch.arange(len(names))}, [(name, 1) for name in names], files=True)
 
 
@@ -217,4 +217,4 @@ READERS: dict[str, Callable[[Sequence[Any], Data, Limits], Source]] = {
     "images": _image_source,
     "texts": _text_source,
 }
-"""By what the inputs of a kind of data are called (`Kind.inputs`)."""
+"""Readers by the word for a kind's inputs (`Kind.inputs`)."""

@@ -1,4 +1,4 @@
-"""The process of the server: it listens, and ends in order."""
+"""The server process: listen, and shut down gracefully."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import uvicorn
 
 CONNECTIONS = 1024
-"""The most connections at a time; a further one is refused."""
+"""Maximum number of connections; further ones are refused."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any free one."""
+    """Open a listening socket; port 0 picks a free one."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = found[0]
-        # With the protocol named, asyncio sends small answers at once instead of waiting 40 ms for more.
+        # With an explicit protocol, asyncio sends small answers at once instead of waiting 40 ms for more.
         listening = socket.socket(family, kind, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -38,15 +38,15 @@ def is_loopback(listening: socket.socket) -> bool:
 
 
 def run(app: Callable[..., Any], listening: socket.socket, seconds: float) -> None:
-    """Answer until SIGTERM or SIGINT; what is under way then is finished, for so many seconds at most."""
+    """Serve until SIGTERM or SIGINT; running requests then get this many seconds to finish."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=math.ceil(seconds) + 1,
     )  # fmt: skip
     gc.collect()
-    gc.freeze()  # what is loaded now stays; looking through it for garbage would hold up requests for 0.2 s
+    gc.freeze()  # loaded objects stay; collecting them would delay requests by 0.2 s
     signals = (signal.SIGTERM, signal.SIGINT)
-    # uvicorn ends in order and then raises the signal once more, for whoever was there before: nobody.
+    # uvicorn shuts down and then raises the signal again for the previous handler; ignore it.
     before = [signal.signal(each, lambda *_: None) for each in signals]
     try:
         uvicorn.Server(config).run(sockets=[listening])

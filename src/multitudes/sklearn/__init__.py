@@ -1,15 +1,15 @@
-"""Tables by scikit-learn's rules: `MultitudeClassifier` and `MultitudeRegressor`.
+"""Estimators for tables with scikit-learn's API: `MultitudeClassifier` and `MultitudeRegressor`.
 
     from multitudes.sklearn import MultitudeRegressor
 
     model = MultitudeRegressor(random_state=0).fit(X, y)      # arrays, pandas, polars or Arrow
     low, high = model.predict_interval(X_new, 0.9)
 
-`inputs` reads tables into columns, `training` trains a network on rows, `learned` is what came of it and predicts,
-`base` has what both estimators share, `files` saves and loads them.
+`inputs` reads tables into columns, `training` trains a network on rows, `learned` is the fitted part and predicts,
+`base` is shared by both estimators, `files` saves and loads them.
 
-Imports every room but `study`, `report` and `cli`, and scikit-learn. A new argument goes into both estimators and, if
-training needs it, into `training.Recipe`; a new kind of table is a case of `inputs.columns_of`.
+Imports every package but `study`, `report` and `cli`, and scikit-learn. Add a new argument to both estimators and, if
+training needs it, to `training.Recipe`; a new kind of table is a case of `inputs.columns_of`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from multitudes.core.lazy import lazy_names
 
-if TYPE_CHECKING:  # as below, for those who read types
+if TYPE_CHECKING:  # for static type checkers
     from multitudes.sklearn.classifier import MultitudeClassifier
     from multitudes.sklearn.regressor import MultitudeRegressor
 

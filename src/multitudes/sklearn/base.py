@@ -1,4 +1,4 @@
-"""The base of both estimators: reading a table, training on it, and reading the predictions."""
+"""The base of both estimators: read a table, train on it, and read the predictions."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ from multitudes.sklearn.training import Recipe, threads, trained
 from multitudes.training.trainer import Epoch
 
 Job = tuple[Recipe, TensorDataset, TensorDataset | None, Any, int]
-"""The arguments of `trained`."""
+"""Arguments of `trained`."""
 
 
 @dataclass(eq=False, repr=False)
 class MultitudeEstimator(BaseEstimator):
-    """The part of both estimators that knows nothing of what is predicted.
+    """Base class of both estimators, independent of the kind of target.
 
-    Of scikit-learn's checks (`check_estimator`), one cannot apply: `check_sample_weight_equivalence_on_dense_data`. A
-    row that is there twice may be held out once, and lies in two batches: a weight of two is the same on average, and
-    not to the last digit.
+    One of scikit-learn's checks (`check_estimator`) cannot pass: `check_sample_weight_equivalence_on_dense_data`. A
+    duplicated row may be held out once and be in two batches, so a weight of two is equivalent only on average.
     """
 
     method: str = "tabm"
@@ -67,7 +66,7 @@ class MultitudeEstimator(BaseEstimator):
     # -- tables ------------------------------------------------------------------------------------------
 
     def _table(self, X: Any, reset: bool) -> Table:
-        """A table as columns; its names and their number are learned with `reset`, and else checked."""
+        """Read a table as columns; `reset` learns their names and number, otherwise they are checked."""
         fewest = 2 if reset else 1
         if is_frame(X):
             check_names(X)
@@ -87,12 +86,12 @@ class MultitudeEstimator(BaseEstimator):
         return Table(of_numbers(values, list(map(str, names))), {}, numbers=True)
 
     def _columns(self, X: Any) -> dict[str, Column]:
-        """The columns of rows to predict, which must be those of `fit`."""
+        """Return the columns of rows to predict, which must be those of `fit`."""
         check_is_fitted(self)
         return self._table(X, reset=False).columns
 
     def _weights(self, sample_weight: Any, rows: int) -> Tensor | None:
-        """The weights of rows, `[N]`, None where all are the same."""
+        """Return the weights of rows, `[N]`; None if not given."""
         if sample_weight is None:
             return None
         weight = _check_sample_weight(sample_weight, np.empty((rows, 1)), dtype=np.float64)
@@ -102,7 +101,7 @@ class MultitudeEstimator(BaseEstimator):
         return torch.tensor(weight)
 
     def _read(self, columns: dict[str, Column], what: Callable[[Predictive], tuple[Tensor, ...]]) -> list[Any]:
-        """Quantities of the predictions of all rows, as arrays."""
+        """Return quantities of the predictions of all rows, as arrays."""
         with threads(self._count()):
             return self.model_.read(columns, what)
 
@@ -112,7 +111,7 @@ class MultitudeEstimator(BaseEstimator):
     # -- training ----------------------------------------------------------------------------------------
 
     def _recipe(self, task: str, outputs: int, quantiles: tuple[float, ...] | None = None) -> Recipe:
-        """The arguments, checked."""
+        """Check the arguments and collect them in a recipe."""
         given = {name: plain(value) for name, value in self.get_params(deep=False).items()}
         method = chosen(collect(), given["method"])
         if method.feature_maps:
@@ -131,9 +130,9 @@ class MultitudeEstimator(BaseEstimator):
         return Recipe(method, settings, task, outputs, quantiles, device_of(given["device"]), given)
 
     def _divided(self, groups: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """The rows that train and those that are held out: once, or with `folds` for each of them.
+        """Split rows into training and held-out ones, once or per fold.
 
-        From each group, the rows of a class, comes its share; of a class of one row, nothing is held out.
+        Splits are stratified by group, the rows of a class; from a class with one row, nothing is held out.
         """
         every, folds, share = torch.arange(len(groups)), plain(self.folds), plain(self.validation)
         if folds is not None:
@@ -175,13 +174,13 @@ class MultitudeEstimator(BaseEstimator):
         if tested:
             predictive = Predictive.concat(predicted(net, own) for net, own, _ in tested)
             truth, members = torch.cat([own for _, _, own in tested]), learned.networks[0].members
-            # Where rows have weights there is no scaling, which would undo what the weights have done.
+            # Scaling would undo the effect of weights.
             scaling = helpful_scaling(predictive, truth, members, SEED) if weight is None else None
             learned = replace(learned, scaling=scaling, conformal=Conformal.fit(predictive, truth))
         self.model_: Learned = learned
 
     def _run(self, jobs: list[Job]) -> list[tuple[Multitude, list[Epoch]]]:
-        """Networks trained one after the other, or those of folds side by side."""
+        """Train networks one after the other, or those of folds in parallel."""
         count = self._count()
         if count is not None and count > 1 and len(jobs) > 1:
             return list(Parallel(n_jobs=count)(delayed(trained)(*job) for job in jobs))
@@ -191,10 +190,10 @@ class MultitudeEstimator(BaseEstimator):
     # -- files -------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the estimator to one file, without pickle; gives its path.
+        """Write the estimator to one file, without pickle; return its path.
 
-        The file is safetensors, sealed by a checksum, with all settings in its header. A `module` of your own, a random
-        state that is no number, and a class of your own that `settings` hold are not in it.
+        The file is safetensors, sealed by a checksum, with all settings in its header. It does not contain your own
+        `module`, a random state that is no number, or objects of your own classes in `settings`.
         """
         from multitudes.sklearn.files import save
 
@@ -203,7 +202,7 @@ class MultitudeEstimator(BaseEstimator):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], module: Any = None) -> Self:
-        """The estimator that `save` wrote; where it has a `module` of your own, pass that again: no file holds code."""
+        """Load the estimator that `save` wrote; pass your own `module` again if it has one: files contain no code."""
         from multitudes.sklearn.files import load
 
         return load(cls, path, module)
@@ -216,7 +215,7 @@ class MultitudeEstimator(BaseEstimator):
 
 @dataclass(frozen=True)
 class Table:
-    """The columns of a table, what some are to be read as, and whether they are the numbers of an array."""
+    """The columns of a table, their forced kinds, and whether they are the numbers of an array."""
 
     columns: dict[str, Column]
     read_as: Mapping[str, str]
@@ -233,7 +232,7 @@ def _prepared(table: Table, y: Tensor, rows: Tensor, outputs: int) -> Learned:
 
 
 def _apart(every: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that train, and those that are held out."""
+    """Return the training rows and the held-out ones."""
     kept = torch.ones(len(every), dtype=torch.bool)
     kept[held] = False
     return every[kept], held

@@ -1,4 +1,4 @@
-"""`MultitudeClassifier`: classes, their probabilities, and sets of them that hold the right one."""
+"""`MultitudeClassifier`: classes, their probabilities, and conformal sets of classes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from multitudes.sklearn.base import MultitudeEstimator
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
-    """A classifier of tables whose many members say how sure they are; by default TabM.
+    """A classifier for tables with many members that quantify its uncertainty; TabM by default.
 
     Args:
         method: a method of the library, by the name that `multitudes methods` lists.
-        members: how many members; by default the method's own number.
-        module: a network, or a function or class that makes one of `(inputs, outputs)`, instead of the default for
-            tables, `mt.models.tabular`. It maps features `[B, inputs]` to a logit for each class, `[B, outputs]`.
+        members: number of members; the default is the method's own.
+        module: a network, or a function or class that builds one from `(inputs, outputs)`, instead of the default for
+            tables, `mt.models.tabular`. It maps features `[B, inputs]` to one logit per class, `[B, outputs]`.
         settings: other settings of the method, by name.
-        epochs: how many epochs at most; by default 200, and fewer of more than 10,000 rows.
-        patience: after how many epochs without a better score of the held-out rows training ends; the best weights are
-            kept. None trains all epochs, and the held-out rows are seen by the calibration alone.
-        batch_size: rows in a batch; "auto" goes by the number of rows.
+        epochs: maximum number of epochs; the default is 200, and fewer above 10,000 rows.
+        patience: epochs without a better score on the held-out rows before training stops; the best weights are kept.
+            None trains all epochs, and the held-out rows are only used for calibration.
+        batch_size: rows in a batch; "auto" depends on the number of rows.
         lr, weight_decay: of AdamW.
-        validation: the share of the rows that are held out, to end the training by and to calibrate on; None for none.
-        folds: instead of that, train so many networks, each without a part of the rows, and predict by all of them:
-            every row trains, and sets are calibrated on all rows, by the network that has not seen them.
+        validation: share of the rows held out for early stopping and calibration; None for none.
+        folds: train this many networks instead, each without a part of the rows, and predict with all of them: every
+            row is used for training, and sets are calibrated on all rows, each by the network not trained on it.
         class_weight: None, "balanced", or the weight of each class.
-        random_state: as of scikit-learn.
-        n_jobs: how many threads, or with `folds` how many networks are trained side by side; None leaves it to torch.
-        device: "auto" takes a GPU where there is one.
-        verbose: whether to show progress; None does on a terminal, after two seconds.
+        random_state: as in scikit-learn.
+        n_jobs: number of threads, or with `folds` of networks trained in parallel; None leaves it to torch.
+        device: "auto" uses a GPU if there is one.
+        verbose: whether to show progress; None does so on a terminal, after two seconds.
 
-    X may be an array of numbers or a frame of pandas, polars or Arrow, whose columns may hold numbers, texts,
-    categories and dates. Missing values are filled in and flagged. What is fitted: `classes_`, `model_` (the encoder,
-    the networks and their calibration), `history_` (the epochs of each network), `n_iter_`, `n_features_in_` and
+    X is an array of numbers or a frame of pandas, polars or Arrow, whose columns may hold numbers, texts, categories
+    and dates. Missing values are filled in and flagged. Fitted attributes: `classes_`, `model_` (the encoder, the
+    networks and their calibration), `history_` (the epochs of each network), `n_iter_`, `n_features_in_` and
     `feature_names_in_`.
 
     >>> X, y = np.array([[0.0], [0.1], [0.9], [1.0]] * 10), np.array(["no", "no", "yes", "yes"] * 10)
@@ -55,7 +55,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
     class_weight: Mapping[Any, float] | str | None = None
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on rows X `[N, F]` and their classes y `[N]`, each row with its weight."""
+        """Train on rows X `[N, F]` with classes y `[N]`, optionally weighted."""
         table = self._table(X, reset=True)
         labels = self._labels(y)
         check_consistent_length(next(iter(table.columns.values())).values, labels)
@@ -84,21 +84,21 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
     # -- predictions -------------------------------------------------------------------------------------
 
     def predict(self, X: Any) -> Any:
-        """The most probable class of each row, `[N]`."""
+        """Return the most probable class of each row, `[N]`."""
         best = self.predict_proba(X).argmax(1)
         return self.classes_[best]
 
     def predict_proba(self, X: Any) -> Any:
-        """The probabilities of all classes, `[N, C]`, in the order of `classes_`: the mean of the members'."""
+        """Return the probabilities of all classes, `[N, C]`, in the order of `classes_`: the mean over members."""
         columns = self._columns(X)
         (probs,) = self._read(columns, lambda p: (self.model_.scaled(p).probs,))
         return probs / probs.sum(1, keepdims=True)  # exactly, in float64
 
     def predict_set(self, X: Any, level: float = 0.9) -> Any:
-        """The classes that may be right, boolean `[N, C]`: the right one is among them with probability `level`.
+        """Return sets of classes, boolean `[N, C]`, that contain the true class with probability `level`.
 
-        Split conformal prediction from the held-out rows, or with `folds` from all rows, each by the network that has
-        not seen it (see `evaluation.conformal`).
+        Split conformal prediction on the held-out rows, or with `folds` on all rows, each predicted by the network not
+        trained on it (see `evaluation.conformal`).
         """
         columns, conformal = self._columns(X), self.model_.conformal_at(level)
 
@@ -111,7 +111,7 @@ class MultitudeClassifier(ClassifierMixin, MultitudeEstimator):
         """Return the uncertainty of each row in nats: `total`, `aleatoric` and `epistemic`, `[N]` each.
 
         The total is the entropy of the members' mean, the aleatoric part the mean of their entropies, and the epistemic
-        part the rest, the mutual information: what more data could remove.
+        part their difference, the mutual information: what more data could remove.
         """
         names = ("total", "aleatoric", "epistemic")
         columns = self._columns(X)

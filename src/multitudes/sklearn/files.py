@@ -1,4 +1,4 @@
-"""Estimators in files: one safetensors file, sealed by a checksum, with everything that is no tensor in its header."""
+"""Save and load estimators: one safetensors file, sealed by a checksum, with everything but tensors in its header."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from multitudes.training.trainer import Epoch
 
 ENTRY, FORMAT = "multitudes.sklearn", 1
 OWN = ("classes_", "n_features_in_", "feature_names_in_", "n_iter_", "history_")
-"""Fitted attributes beside the model."""
+"""Fitted attributes besides the model."""
 
 
 # -- saving ------------------------------------------------------------------------------------------------
 
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a fitted estimator to a file; gives its path."""
+    """Write a fitted estimator to a file; return its path."""
     path, model = check_path(path), estimator.model_
     networks = [to_parts(net) for net in model.networks]
     parts = {f"networks/{number}": own for number, (_, own) in enumerate(networks)}
@@ -57,7 +57,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def _params(estimator: Any) -> dict[str, Any]:
-    """The arguments that a file can hold; those that it cannot are None there."""
+    """Return the arguments for the file; those that cannot be saved become None."""
     found = estimator.get_params(deep=False)
     if isinstance(found.get("class_weight"), Mapping):
         found["class_weight"] = [[plain(key), plain(weight)] for key, weight in found["class_weight"].items()]
@@ -68,7 +68,7 @@ def _params(estimator: Any) -> dict[str, Any]:
 
 
 def _learned(name: str, value: Any) -> Any:
-    """A fitted attribute as JSON has it."""
+    """Encode a fitted attribute as JSON."""
     if name == "history_":
         return [[asdict(epoch) for epoch in epochs] for epochs in value]
     if isinstance(value, np.ndarray):
@@ -80,7 +80,7 @@ def _learned(name: str, value: Any) -> Any:
 
 
 def load(cls: type, path: str | os.PathLike[str], module: Any = None) -> Any:
-    """The estimator that `save` wrote."""
+    """Load the estimator that `save` wrote."""
     path = Path(path)
     wrong = f"path must be a file that {cls.__name__}.save wrote, got {str(path)!r}, which"
     if not path.is_file():

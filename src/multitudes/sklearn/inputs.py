@@ -1,4 +1,4 @@
-"""Tables as scikit-learn's users have them, read into columns: arrays, and frames of pandas, polars and Arrow."""
+"""Read scikit-learn users' tables into columns: arrays, and frames of pandas, polars and Arrow."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from multitudes.data.tables import Choice, TableEncoder
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether this is a table with named columns: of pandas, of polars or of Arrow."""
+    """Return whether this is a frame of pandas, polars or Arrow, with named columns."""
     if _is(X, "polars", "LazyFrame"):
         raise ValueError("X must be a frame that is there, got polars' LazyFrame: call X.collect() first")
     return _is(X, "pandas", "DataFrame") or _is(X, "polars", "DataFrame") or _is(X, "pyarrow", "Table")
 
 
 def _is(X: Any, package: str, name: str) -> bool:
-    module = sys.modules.get(package)  # who has a frame of it has imported it
+    module = sys.modules.get(package)  # a user's frame implies that the package is imported
     return module is not None and hasattr(module, name) and isinstance(X, getattr(module, name))
 
 
@@ -34,7 +34,7 @@ def _names(frame: Any) -> list[str]:
 
 
 def check_names(frame: Any) -> None:
-    """No two columns of a frame have the same name."""
+    """Raise if two columns of a frame have the same name."""
     names = _names(frame)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -42,7 +42,7 @@ def check_names(frame: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy, as grids have them, as Python's own."""
+    """Convert a NumPy number, as in parameter grids, to a Python one."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -50,13 +50,13 @@ def plain(value: Any) -> Any:
 
 
 def of_numbers(values: Any, names: Sequence[str]) -> dict[str, Column]:
-    """The columns of an array of numbers `[N, F]`, NaN for what is missing."""
+    """Return the columns of an array of numbers `[N, F]`, with NaN for missing values."""
     numbers = torch.from_numpy(np.array(values, dtype=np.float64, order="F"))
     return {name: Column("number", numbers[:, at]) for at, name in enumerate(names)}
 
 
 def columns_of(frame: Any) -> tuple[dict[str, Column], dict[str, str]]:
-    """The columns of a frame, and what some of them are to be read as: what has a type of categories is a category."""
+    """Return the columns of a frame, and forced kinds of some: categorical dtypes become categories."""
     pa = needed("pyarrow", "sklearn", "a frame with named columns")
     names = _names(frame)
     if isinstance(frame, pa.Table):
@@ -74,7 +74,7 @@ def columns_of(frame: Any) -> tuple[dict[str, Column], dict[str, str]]:
 
 
 def _from_pandas(pa: Any, series: Any) -> Any:
-    """A column as Arrow has it; of objects of several types, as it would be written in a file."""
+    """Convert a column to Arrow; objects of mixed types are parsed as texts."""
     try:
         return pa.chunked_array([pa.array(series, from_pandas=True)])
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
@@ -94,10 +94,10 @@ def _categorical(pa: Any, array: Any) -> bool:
 def fitted_encoder(
     columns: Mapping[str, Column], rows: torch.Tensor, read_as: Mapping[str, str], numbers: bool
 ) -> TableEncoder:
-    """Fit an encoder of columns to these rows; the columns of an array are `numbers`, whatever they look like.
+    """Fit an encoder to these rows; columns of an array are always `numbers`.
 
-    What is left out of a frame (ids, constants, texts that are all different) is told in a warning; where that is all
-    of it, nothing is left out but what has no values.
+    Columns left out of a frame (ids, constants, distinct texts) are listed in a warning; if that would be all of them,
+    only columns without values are left out.
     """
     if numbers:
         known = {name: column.values[rows] for name, column in columns.items()}
@@ -115,7 +115,7 @@ def fitted_encoder(
 
 
 def encoded(encoder: TableEncoder, columns: Mapping[str, Column]) -> torch.Tensor:
-    """The features of all rows, float32 `[N, F]`; an error where a column holds something else than in training."""
+    """Return the features of all rows, float32 `[N, F]`; raise if a column does not match training."""
     for name, column in columns.items():
         if column.numeric and bool(column.values.isinf().any()):
             row = int(column.values.isinf().nonzero()[0])

@@ -23,18 +23,18 @@ from multitudes.evaluation.conformal import Conformal
 from multitudes.sklearn.inputs import encoded
 
 ROWS = 1024
-"""Rows that are predicted together."""
+"""Rows predicted per batch."""
 SEED = 0
-"""The seed of the draws of networks that draw, so that the same rows get the same predictions."""
+"""Seed of stochastic networks, so that equal rows get equal predictions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """Networks, with the encoder and the preprocessing that their inputs go through.
+    """Networks, with the encoder and preprocessing of their inputs.
 
-    `outputs` is how many numbers a network predicts; `center` and `scale` `[D]` are those of the targets, None of
-    classes. `scaling` changes probabilities or variances, where that helps; `conformal` has the scores of the held-out
-    rows, by predictions that are not scaled: nothing but the end of the training has been chosen by these rows.
+    `outputs` is the number of network outputs; `center` and `scale` `[D]` standardise the targets, None for classes.
+    `scaling` calibrates probabilities or variances, if that helps. `conformal` has the scores of the held-out rows,
+    from unscaled predictions: apart from early stopping, nothing was fitted to these rows.
     """
 
     encoder: TableEncoder
@@ -49,28 +49,28 @@ class Learned:
     # -- predictions -------------------------------------------------------------------------------------
 
     def seen(self, columns: Mapping[str, Column]) -> Tensor:
-        """The inputs of the networks for rows, `[N, F]`."""
+        """Return the networks' inputs for rows, `[N, F]`."""
         return self.preprocessing(encoded(self.encoder, columns))
 
     def predictive(self, x: Tensor) -> Predictive:
-        """The predictions of inputs by all members of all networks, before any scaling, on the CPU."""
+        """Predict inputs with all members of all networks, before any scaling, on the CPU."""
         parts = [predicted(net, x) for net in self.exact]
         return replace(parts[0], predictions=torch.cat([part.predictions for part in parts], 0))
 
     @cached_property
     def exact(self) -> tuple[Multitude, ...]:
-        """The networks in float64, where they can compute in it.
+        """The networks in float64, if they support it.
 
-        In float32, rounding would tell how many rows are predicted together, and which place a row has among them.
+        In float32, rounding would make predictions depend on the batch and the position in it.
         """
         return tuple(_in_float64(net, len(self.encoder.names)) for net in self.networks)
 
     def scaled(self, predictive: Predictive) -> Predictive:
-        """The same, calibrated where that helps."""
+        """Calibrate predictions if that helps."""
         return predictive if self.scaling is None else self.scaling(predictive)
 
     def read(self, columns: Mapping[str, Column], what: Callable[[Predictive], tuple[Tensor, ...]]) -> list[Any]:
-        """Quantities of the predictions of all rows, as arrays, computed for some rows at a time."""
+        """Return quantities of the predictions of all rows, as arrays, computed in batches."""
         with torch.no_grad():
             parts = [what(self.predictive(x)) for x in self.seen(columns).split(ROWS)]
         return [torch.cat(own).double().numpy() if own[0].is_floating_point() else torch.cat(own).numpy()
@@ -79,25 +79,25 @@ class Learned:
     # -- units -------------------------------------------------------------------------------------------
 
     def standardised(self, y: Tensor, flat: bool) -> Tensor:
-        """Targets that networks learn: classes as they are, numbers as deviations from the mean, `[N]` where `flat`."""
+        """Return training targets: classes unchanged, numbers standardised; `[N]` if `flat`."""
         if self.center is None or self.scale is None:
             return y
         standard = ((y - self.center) / self.scale).float()
         return standard[:, 0] if flat else standard
 
     def in_units(self, values: Tensor) -> Tensor:
-        """Predicted numbers in the units of the targets, `[N]` where there is one target."""
+        """Convert predicted numbers to the units of the targets, `[N]` for a single target."""
         assert self.center is not None
         return self.spread_in_units(values) + self.center
 
     def spread_in_units(self, values: Tensor, power: int = 1) -> Tensor:
-        """Deviations, or with a power of 2 variances, in the units of the targets."""
+        """Convert deviations, or with a power of 2 variances, to the units of the targets."""
         assert self.scale is not None
         found = values.double() * self.scale**power
         return found[:, 0] if found.shape[1:] == (1,) else found
 
     def conformal_at(self, level: float) -> Conformal:
-        """The scores for sets or intervals of a level between 0 and 1; a warning where held-out rows are too few."""
+        """Return the scores for sets or intervals of a level between 0 and 1; warn if held-out rows are too few."""
         check_number("level", level, 0, above=True, below=1)
         if self.conformal is None:
             raise ValueError("sets and intervals need held-out rows: fit with validation=0.15, or with folds=5")
@@ -112,13 +112,13 @@ class Learned:
     # -- copies ------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """On the CPU, so that other machines can have it."""
+        """Move networks to the CPU, for other machines."""
         networks = tuple(copy.deepcopy(net).cpu() for net in self.networks)
         return {name: value for name, value in vars(self).items() if name != "exact"} | {"networks": networks}
 
 
 def _in_float64(net: Multitude, inputs: int) -> Multitude:
-    """A copy in float64, or the network itself where its own code needs float32."""
+    """Return a copy in float64, or the network itself if its code needs float32."""
     exact = copy.deepcopy(net).double()
     try:
         predicted(exact, torch.zeros(1, inputs))

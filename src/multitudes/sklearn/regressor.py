@@ -1,4 +1,4 @@
-"""`MultitudeRegressor`: numbers, their deviations, and intervals that hold the right one."""
+"""`MultitudeRegressor`: numbers, their standard deviations, and conformal intervals."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from multitudes.sklearn.base import MultitudeEstimator
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
-    """A regressor of tables that predicts means and deviations, or quantiles, by many members; by default TabM.
+    """A regressor for tables that predicts means and deviations, or quantiles, with many members; TabM by default.
 
     Args:
         quantiles: levels, such as (0.05, 0.5, 0.95): networks predict these quantiles of one target, instead of a mean
             and a variance.
-        module: as of `MultitudeClassifier`; for D targets it must give 2 D outputs, the means and then the raw
-            variances (see `core.tasks.gaussian`), or as many as there are quantiles.
+        module: as in `MultitudeClassifier`; for D targets it must have 2 D outputs, first the means and then the raw
+            variances (see `core.tasks.gaussian`), or one output per quantile.
 
-    The other arguments, and what X may be, are those of `MultitudeClassifier`; y may have several columns. A network
-    learns standardised targets. Its variances are scaled to fit the held-out rows where that helps.
+    The other arguments and the types of X are those of `MultitudeClassifier`; y may have several columns. Networks are
+    trained on standardised targets. Their variances are scaled to fit the held-out rows if that helps.
 
     >>> X = np.linspace(0, 1, 80)[:, None]
     >>> model = MultitudeRegressor("packed", epochs=30, random_state=0).fit(X, 3 * X[:, 0])
@@ -41,7 +41,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
     quantiles: Sequence[float] | None = None
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on rows X `[N, F]` and their targets y `[N]` or `[N, D]`, each row with its weight."""
+        """Train on rows X `[N, F]` with targets y `[N]` or `[N, D]`, optionally weighted."""
         table = self._table(X, reset=True)
         target = self._targets(y)
         check_consistent_length(next(iter(table.columns.values())).values, target)
@@ -67,7 +67,7 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
     # -- predictions -------------------------------------------------------------------------------------
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """The mean of each row, `[N]` or `[N, D]`; with `return_std` also its standard deviation."""
+        """Return the mean of each row, `[N]` or `[N, D]`; with `return_std` also its standard deviation."""
         columns, model = self._columns(X), self.model_
 
         def read(p: Predictive) -> tuple[Any, ...]:
@@ -78,11 +78,11 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
         return (mean, std) if return_std else mean
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[Any, Any]:
-        """`(low, high)`, each like the means: the target lies between them with probability `level`.
+        """Return `(low, high)`, each shaped like the means: the target is between them with probability `level`.
 
-        Split conformal prediction from the held-out rows, or with `folds` from all rows, each by the network that has
-        not seen it (see `evaluation.conformal`): intervals in proportion to the predicted deviation, or those between
-        the predicted quantiles with their ends moved. Of several targets it is the mean share that is held.
+        Split conformal prediction on the held-out rows, or with `folds` on all rows, each predicted by the network not
+        trained on it (see `evaluation.conformal`): intervals proportional to the predicted deviation, or shifted
+        predicted quantiles. For several targets, the level is the mean coverage.
         """
         columns, model = self._columns(X), self.model_
         conformal = model.conformal_at(level)
@@ -90,10 +90,10 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
         return low, high
 
     def predict_quantiles(self, X: Any, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> Any:
-        """Quantiles of the predicted distributions, `[N, Q]` or `[N, Q, D]`.
+        """Return quantiles of the predicted distributions, `[N, Q]` or `[N, Q, D]`.
 
         They are those of the normal distribution with the members' mean and deviation; with `quantiles`, those of the
-        members' mixture, between the least and the largest level that was learned.
+        members' mixture, between the smallest and largest trained level.
         """
         columns, model = self._columns(X), self.model_
         chosen = check_levels(_as_levels(levels))
@@ -127,5 +127,5 @@ class MultitudeRegressor(RegressorMixin, MultitudeEstimator):
 
 
 def _as_levels(levels: Any) -> Any:
-    """Levels as a tuple of numbers, where they came as an array or a list."""
+    """Convert an array or a list of levels to a tuple of numbers."""
     return tuple(float(level) for level in levels) if np.ndim(levels) == 1 else levels

@@ -1,4 +1,4 @@
-"""One network, trained on rows of a table by a method, and stopped by its score of the rows that were held out."""
+"""Train one network on rows of a table by a method, with early stopping on held-out rows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from multitudes.training.recorder import Recorder
 from multitudes.training.trainer import Epoch
 
 SETTLING = 2048
-"""The most training rows that batch-norm statistics are computed on."""
+"""Maximum number of training rows for batch-norm statistics."""
 
 
 class RowBatches:
-    """Batches of rows `(x, y)` or `(x, y, weight)` for training, in an order that the seed gives each epoch.
+    """Batches of rows `(x, y)` or `(x, y, weight)` for training, shuffled by the seed each epoch.
 
-    A last batch of a single row is left out, since it has no variance to normalise by. With `streams` of M, a batch is
-    M batches one after the other, each of an order of its own.
+    A last batch of a single row is skipped, since it has no variance to normalise by. With `streams` of M, a batch
+    concatenates M batches, each in its own order.
     """
 
     def __init__(self, rows: TensorDataset, size: int, seed: int, streams: int = 1) -> None:
@@ -52,12 +52,12 @@ class RowBatches:
 
 
 def in_order(rows: TensorDataset) -> list[tuple[Tensor, ...]]:
-    """All rows as batches, in their own order."""
+    """Return all rows as batches, in order."""
     return list(zip(*(tensor.split(1024) for tensor in rows.tensors), strict=True))
 
 
 def made(module: Any, inputs: int, outputs: int) -> nn.Module:
-    """The user's own network for so many features: a copy of a given one, or what a class or a function makes."""
+    """Make the user's network: a copy of a given one, or the result of a class or a function."""
     if isinstance(module, nn.Module):
         return copied(module)
     if not callable(module):
@@ -73,7 +73,7 @@ def made(module: Any, inputs: int, outputs: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings by which a network is built and trained: `given` are the arguments of an estimator, checked."""
+    """Settings to build and train a network; `given` are the checked arguments of an estimator."""
 
     method: Method
     settings: Mapping[str, Any]
@@ -84,7 +84,7 @@ class Recipe:
     given: Mapping[str, Any]
 
     def built(self, example: Tensor, layout: Any, seed: int) -> Multitude:
-        """The network converted by the method, for inputs like these `[B, F]`, on the device."""
+        """Build the network, converted by the method, for inputs like these `[B, F]`, on the device."""
         inputs, module = example.shape[1], self.given["module"]
         network = tabular(inputs, self.outputs, layout) if module is None else made(module, inputs, self.outputs)
         with evaluating(network), torch.no_grad():
@@ -98,7 +98,7 @@ class Recipe:
         return self.prepared(self.method.build(network, example, self.settings, seed))
 
     def prepared(self, net: Multitude) -> Multitude:
-        """The network with the task, on the device."""
+        """Set the network's task and move it to the device."""
         if self.quantiles is None:
             net.task = self.task
         else:
@@ -106,7 +106,7 @@ class Recipe:
         return net.to(self.device)
 
     def training(self, rows: int) -> dict[str, Any]:
-        """How so many rows are trained on: as studies do it, but for what was given."""
+        """Return the training settings for this many rows: those of studies, overridden by given arguments."""
         own = {name: self.given[name] for name in ("epochs", "lr", "weight_decay", "batch_size")}
         return {**table_training(rows), **{name: value for name, value in own.items() if value not in (None, "auto")}}
 
@@ -114,9 +114,9 @@ class Recipe:
 def trained(
     recipe: Recipe, train: TensorDataset, held: TensorDataset | None, layout: Any, seed: int
 ) -> tuple[Multitude, list[Epoch]]:
-    """A network trained on rows, and what each epoch was like; the best one by the held-out rows, if there are any.
+    """Train a network on rows; return the best one by the held-out rows, if any, and its epochs.
 
-    Methods that are made of checkpoints of a whole training, such as snapshots, are not stopped, nor averaged.
+    Methods made of checkpoints of a whole training, such as snapshots, have no early stopping or averaging.
     """
     train = TensorDataset(*(tensor.to(recipe.device) for tensor in train.tensors))
     validation = None
@@ -145,7 +145,7 @@ def trained(
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """So many threads of torch inside, and as many as before after; None leaves them alone."""
+    """Set torch's number of threads inside the context; None leaves it unchanged."""
     if count is None:
         yield
         return

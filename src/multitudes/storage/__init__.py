@@ -1,5 +1,5 @@
 """Networks in files: `save` and `load`, `freeze` draws into plain networks, `to_onnx`.
 
-Imports `core`, `surgery` and `evaluation`, and knows no method: a layer says itself how it is folded, and with whom it
-shares its tensors. Nothing that is read back runs code.
+Imports `core`, `surgery` and `evaluation`, and no methods: each layer defines how it is folded and with which modules
+it shares tensors. Loading never runs code.
 """

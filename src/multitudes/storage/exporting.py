@@ -1,6 +1,6 @@
-"""Modules as ONNX files: torch's exporter, and onnxruntime to run what it wrote.
+"""Export modules to ONNX with torch's exporter, and run the files with onnxruntime.
 
-`to_onnx` writes the files that users get by it, and `deploy` those that it runs itself.
+`to_onnx` writes files for users, `deploy` files that it runs itself.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from multitudes.core.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.storage.rewriting import REWRITTEN
 
-# -- what can be exported ----------------------------------------------------------------------------------
+# -- preparing modules ------------------------------------------------------------------------------------
 
 
 def members_apart(net: Any) -> Any:
-    """Members that share weights as plain networks, whose weights are numbers in the file, not computed there."""
+    """Convert members with shared weights to plain networks, so that the file stores their own weights."""
     if isinstance(net, Calibrated):
         return Calibrated(members_apart(net.net), net.calibration)
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
@@ -43,7 +43,7 @@ def members_apart(net: Any) -> Any:
 
 
 class Apart(nn.Module):
-    """A multitude as networks of their own where members share no weight, `[B, ...] -> [S, B, ...]`."""
+    """A multitude with one module per member if members share no weights, `[B, ...] -> [S, B, ...]`."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -54,26 +54,26 @@ class Apart(nn.Module):
     def forward(self, x: Input) -> Tensor:
         if self.net is None:
             return torch.cat([member(x) for member in self.members])
-        if isinstance(self.net, SharedMembers):  # as one batch, whatever its size
+        if isinstance(self.net, SharedMembers):  # as one batch, of any size
             return call(self.net.network, tile(x, self.net.members)).unflatten(0, (self.net.members, -1))
         return self.net(x) if isinstance(self.net, Multitude) else call(self.net, x).unsqueeze(0)
 
 
 def check_example(example: Input) -> None:
-    """Raise a ValueError where an example is no batch of inputs."""
+    """Raise a ValueError if an example is not a batch of inputs."""
     tensors = tensors_in(example)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise ValueError("example must be one batch of inputs, of one input at least")
 
 
 def check_packages(what: str) -> None:
-    """Raise an ImportError where a package is missing that `what` needs to write and run ONNX files."""
+    """Raise an ImportError if a package for writing and running ONNX files is missing; `what` needs it."""
     for module in ("onnxruntime", "onnx", "onnxscript"):
         needed(module, "onnx", what)
 
 
 def keep_numbers(module: nn.Module, example: Input) -> None:
-    """Run a module once, from when on the numbers of its frozen layers are constants."""
+    """Run a module once to turn the random numbers of its frozen layers into constants."""
     for each in module.modules():
         if isinstance(each, Frozen):
             each.kept = []
@@ -81,17 +81,17 @@ def keep_numbers(module: nn.Module, example: Input) -> None:
 
 
 def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
-    """The names of a file's inputs, one for each tensor of an example."""
+    """Return the names of a file's inputs, one per tensor of an example."""
     count = len(tensors_in(example))
     if isinstance(example, Mapping):
         names = [name for name, value in example.items() if isinstance(value, Tensor)]
-        if len(names) == count:  # none is deeper inside
+        if len(names) == count:  # no nested tensors
             return input_names(names, outputs)
     return ["x"] if count == 1 else [f"x{index}" for index in range(count)]
 
 
 def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
-    """Names of inputs, each once and none that of an output: with `input_` before them where that is needed.
+    """Make input names unique and different from outputs, by prefixing `input_` where needed.
 
     >>> input_names(["mean", "input_mean", "size"], ["mean", "std"])
     ['input_input_mean', 'input_mean', 'size']
@@ -109,7 +109,7 @@ def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
 
 
 class _OfTensors(nn.Module):
-    """A module as a function of the tensors in its input."""
+    """Wrap a module as a function of the tensors in its input."""
 
     def __init__(self, module: nn.Module, example: Input) -> None:
         super().__init__()
@@ -129,15 +129,15 @@ def export(
     outputs: Sequence[str],
     about: Mapping[str, Any],
 ) -> None:
-    """Write a module of inputs like `example`, for batches of any size, as one file."""
+    """Export a module with inputs like `example` to one file, for any batch size."""
     given = tensors_in(example)
     batched = [tensor.shape[:1] == given[0].shape[:1] for tensor in given]
-    # Of a batch of one, torch takes the one for a constant.
+    # torch would specialise on a batch of one.
     tensors = [torch.cat([tensor, tensor]) if own else tensor for tensor, own in zip(given, batched, strict=True)]
     dynamic = tuple({0: torch.export.Dim.DYNAMIC} if own else {} for own in batched)
     try:
         with _quiet():
-            # By torch.export itself: the exporter would go on to ways that take a branch for the only one.
+            # Call torch.export directly: the exporter's fallbacks would freeze data-dependent branches.
             traced = torch.export.export(
                 _OfTensors(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
             )
@@ -152,12 +152,12 @@ def export(
             _tidy(program.model)
             program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
             program.save(path, external_data=False)  # one file
-    except Exception as error:  # the exporter runs the user's own code, so anything may come
+    except Exception as error:  # the exporter runs user code, which may raise anything
         raise ValueError(f"the network cannot be exported to ONNX: {_refusal(error)}") from error
 
 
 def _tidy(model: Any) -> None:
-    """Call the size of a batch so, and nothing else like an input or output; and leave out the places in the code."""
+    """Name the batch dimension, make other values' names unique, and remove source locations."""
     graph = model.graph
     for part in (graph, *model.functions.values()):
         for node in part.all_nodes():
@@ -171,7 +171,7 @@ def _tidy(model: Any) -> None:
                 value.name = f"{value.name}_inside"
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
         if any(str(length) == size for length in value.shape or ()):
-            shape = value.shape.copy()  # one that the exporter has inferred is not to be changed
+            shape = value.shape.copy()  # do not change a shape inferred by the exporter
             for dim, length in enumerate(shape):
                 if str(length) == size:
                     shape[dim] = "batch"
@@ -179,7 +179,7 @@ def _tidy(model: Any) -> None:
 
 
 def _keep_constants(graph: Any) -> None:
-    """Keep constants that the exporter has lost: of two `clamp` of one tensor, whose bounds it calls the same."""
+    """Restore lost constants: the exporter gives bounds of two `clamp` of one tensor the same name."""
     for value in [value for node in graph for value in node.inputs if value is not None]:
         if value.const_value is None or value.producer() is not None or graph.initializers.get(value.name) is value:
             continue
@@ -189,7 +189,7 @@ def _keep_constants(graph: Any) -> None:
 
 
 def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
-    """Let inputs of a file that are numbers of texts be these texts."""
+    """Replace inputs that are indices of texts by the texts themselves."""
     onnx = importlib.import_module("onnx")
     model = onnx.load(path)
     nodes = []
@@ -209,7 +209,7 @@ def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> Non
 
 
 def _refusal(error: BaseException) -> str:
-    """Why the exporter cannot, in one line."""
+    """Explain in one line why the exporter failed."""
     said = reason(error)
     if found := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", said):
         return f"ONNX has no operator for torch's {found[1]}"
@@ -222,7 +222,7 @@ def _refusal(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first cause of an error, in one line."""
+    """Return the root cause of an error in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -231,7 +231,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter tells of its own work."""
+    """Silence the exporter's output."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -242,17 +242,17 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# -- running it --------------------------------------------------------------------------------------------
+# -- running files ------------------------------------------------------------------------------------------
 
 
 def opened(path: Path, threads: int = 0) -> Any:
-    """A file as onnxruntime runs it on the CPU, by so many threads; 0 is one for each core."""
+    """Open a file with onnxruntime on the CPU, with this many threads; 0 is one per core."""
     runtime = needed("onnxruntime", "onnx", "to_onnx")
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # its errors are raised, and need not be printed as well
+    options.log_severity_level = 4  # errors are raised; do not print them too
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # between runs, others have the cores
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # release the cores between runs
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its errors have no class in common
+    except Exception as error:  # its errors have no common class
         raise ValueError(f"onnxruntime cannot run the exported network: {reason(error)}") from error

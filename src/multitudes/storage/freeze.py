@@ -1,7 +1,7 @@
-"""Freezing: a network that draws becomes many networks that do not.
+"""Freezing: convert a network with random draws to many deterministic networks.
 
-A draw of weights is folded into plain layers. Noise on activations keeps its layer, with the same random numbers each
-time, one set for all rows of a batch (`core/draws/frozen.py`).
+A draw of weights is folded into plain layers. Noise on activations keeps its layer, with fixed random numbers, the same
+for all rows of a batch (`core/draws/frozen.py`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def freeze(net: Multitude, draws: int = 8, seed: int | None = None) -> Multitude
 @overload
 def freeze(net: Calibrated, draws: int = 8, seed: int | None = None) -> Calibrated: ...
 def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None) -> Multitude | Calibrated:
-    """`draws` draws of every member, made once: a deterministic multitude of `members * draws` networks.
+    """Draw every member `draws` times: return a deterministic multitude of `members * draws` networks.
 
-    What a network answers to an input is distributed as a draw is. Where weights are drawn (`drop_connect`, `patched`,
-    `subspace`, `swag`) the networks are plain ones. Where activations are, a network's noise is the same for all rows
-    of a batch: dropout has a mask, and `variance`, whose noise is each position's own, keeps that. The same `seed`
-    gives the same networks; where weights are drawn, by layers that run in the order in which they are registered,
-    those of `net(x, draws=draws, seed=seed)`. A multitude that draws nothing is copied, and one that predicts without
-    draws (`laplace`) still does. `net` is left as it was.
+    For a single input, outputs are distributed like those of draws. With drawn weights (`drop_connect`, `patched`,
+    `subspace`, `swag`) the networks are plain ones. With drawn activations, a network's noise is the same for all rows
+    of a batch: dropout has one mask, and `variance`, whose noise is per position, keeps it per position. The same
+    `seed` gives the same networks. For drawn weights these are the ones of `net(x, draws=draws, seed=seed)`, if layers
+    run in the order of their registration. A multitude without draws is copied, and one that predicts without draws
+    (`laplace`) still does. `net` is not changed.
 
     >>> from multitudes.methods.dropout import mc_dropout
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
@@ -63,7 +63,7 @@ def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None)
 
 
 def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int | None) -> Iterator[nn.Module]:
-    """The networks of these draws, member-major, with the random numbers that `Draws` gives them."""
+    """Yield the networks of these draws, member by member, with the random numbers that `Draws` gives them."""
     for index in range(net.members):
         network = plain(net.member(index))
         own = [draw_index * net.members + index for draw_index in draw_indices]
@@ -73,16 +73,16 @@ def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int
         for draw_index in own:
             draw.index = torch.tensor(draw_index)
             own_random_state = seeded(None if seed is None else mixed(seed, draw_index))
-            with own_random_state:  # for layers that draw from torch's own
+            with own_random_state:  # for layers that use torch's own random state
                 yield _drawn(network, draw)
 
 
 @torch.no_grad()
 def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
-    """A copy of a network that is one draw of it, for good.
+    """Return a copy of a network that is fixed to one draw.
 
-    Layers that `fold` become the plain layers of the draw, together with what is inside them. A whole network that
-    does may hold further layers that draw.
+    Layers with `fold` become the plain layers of the draw, including their children. A network that folds as a whole
+    may contain further stochastic layers.
     """
     layers = stochastic_layers(network)
     memo: dict[int, Any] = {}
@@ -97,7 +97,7 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
                 gone |= set(map(id, layer.modules()))
     generator = draw.generator(int(draw.index), torch.device("cpu"))
     device = next(network.parameters(), torch.zeros(0)).device
-    for layer in reversed(layers):  # those inside a layer come before it
+    for layer in reversed(layers):  # inner layers first
         if id(layer) not in gone:
             seed = torch.randint(2**31, (), generator=generator).to(device)
             memo[id(layer)] = Frozen(copied(layer, memo), seed)
@@ -111,7 +111,7 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
 
 @contextmanager
 def _attached_draws(network: nn.Module) -> Iterator[None]:
-    """Inside, the layers that draw for a whole network have drawn."""
+    """Make the draws of layers attached to a whole network, inside the context."""
     pairs = [(layer, module) for module in network.modules() for layer in attached(module)]
     for layer, module in pairs:
         layer.begin(module, ())

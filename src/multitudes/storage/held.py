@@ -1,7 +1,7 @@
-"""Attributes of a user's modules that are no plain values: objects, whose plain parts a file keeps, and functions.
+"""Non-plain attributes of a user's modules: objects, whose plain parts are saved, and functions.
 
-A configuration, a dataclass or a namespace is the given network's own, with the values that it had when it was saved.
-What then still differs (a function, a tensor in a list, another class) is no file's to hold, and is refused.
+Configurations, dataclasses and namespaces are taken from the given network, with their saved plain values. Anything
+else that differs (a function, a tensor in a list, another class) cannot be saved and raises.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from multitudes.core.settings import FLAT_WEIGHTS, FOUND_ANEW, computing_hooks, 
 
 _DEPTH = 4
 _CODE = re.compile(r"\{(\d+\.\d+):[0-9a-f]+\}")
-"""The digest of a function's code, which is another's in another version of Python."""
+"""Digest of a function's code; it depends on the Python version."""
 _MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_<])")
 
 
 def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str, Any]:
-    """Describe what a module holds under these names, with its plain parts; what was `seen` before is left out."""
+    """Describe the attributes of a module under these names, with their plain parts; skip objects in `seen`."""
     held: dict[str, str] = {}
     parts: dict[str, Any] = {}
     for key in keys:
@@ -38,7 +38,7 @@ def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str,
 
 
 def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
-    """Put the saved plain parts into what a copy of the user's module holds; an error where it holds something else."""
+    """Restore the saved plain parts in a copy of the user's module; raise if other attributes differ."""
     for key, tree in node.get("parts", {}).items():
         if key in vars(module):
             _put_back(vars(module)[key], tree)
@@ -54,12 +54,12 @@ def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
 
 
 def lazy_hooks(hooks: Mapping[int, Any]) -> list[int]:
-    """The numbers of hooks that Hugging Face's models install by themselves when they need them."""
+    """Return the ids of hooks that Hugging Face models install on demand."""
     return [n for n, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
 def _parts(value: Any, depth: int = _DEPTH) -> Any:
-    """The plain parts of an object, a dict or a list, as JSON has them; None where it is none of these."""
+    """Return the plain parts of an object, dict or list, as JSON; None for anything else."""
     if not depth:
         return None
     if type(value) is dict:
@@ -79,7 +79,7 @@ def _part(value: Any, depth: int) -> Any:
 
 
 def _put_back(value: Any, tree: Mapping[str, Any]) -> None:
-    """Set the plain parts of an object to what they were. What is not there is not made."""
+    """Restore the plain parts of an object; missing ones are not created."""
     ((kind, parts),) = tree.items()
     into: Any = None
     if kind == "entries" and type(value) is dict:
@@ -96,14 +96,14 @@ def _put_back(value: Any, tree: Mapping[str, Any]) -> None:
 
 
 def _comparable(one: str, other: str) -> str:
-    """Without digests of code where these are of another version of Python, or modules where one was the program."""
+    """Remove code digests if Python versions differ, and module names if one was `__main__`."""
     versions = set(_CODE.findall(one)) | set(_CODE.findall(other))
     one = _CODE.sub("", one) if len(versions) > 1 else one
     return _MODULES.sub("", one) if "__main__." in one + other else one
 
 
 def _apart(one: str, other: str, around: int = 60) -> tuple[str, str]:
-    """Two descriptions from shortly before where they differ."""
+    """Return excerpts of two descriptions around their first difference."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = 0 if same < around else same - 20
     dots = "..." if start else ""

@@ -1,6 +1,6 @@
-"""Export to ONNX: one file that answers with the members' mean, their uncertainty, and each of them.
+"""Export to ONNX: one file that predicts the members' mean, their uncertainty, and each member.
 
-The file is written by torch's exporter, run by onnxruntime, and compared with torch before it gets its name.
+torch's exporter writes the file and onnxruntime runs it. It is compared with torch before it gets its final name.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from multitudes.storage.freeze import freeze
 from multitudes.storage.save import check_path
 
 VALUES = ("mean", "members")
-"""The outputs that are values of their own, and no deviation."""
+"""Outputs in the target's unit and origin; the others are deviations."""
 
 METADATA = "multitudes"
-"""The entry of the file's metadata that says how its outputs are to be read, as JSON: the task and its settings."""
+"""Key of the file's metadata that describes its outputs as JSON: the task and its settings."""
 
 
 def to_onnx(
@@ -52,29 +52,28 @@ def to_onnx(
     seed: int | None = None,
     tolerance: float = 1e-4,
 ) -> Path:
-    """Write a multitude as one ONNX file for batches of any size, and prove it right; returns its path.
+    """Write a multitude as one ONNX file for any batch size, verify it, and return its path.
 
-    A classifier's outputs are `probs [B, C]`, `entropy [B]`, `mutual_information [B]` and `members [S, B, C]`, the
-    members' probabilities, in the shapes that a `Predictive` of the task has; those of values are `mean`, `std` and
-    `members`, the members' means or quantiles. The file's metadata have the task, the levels of quantiles, and whether
-    a position predicts the next token. A calibrated network's outputs are calibrated. The input is named `x`, or as in
-    a mapping of keyword arguments; `example` is one batch of it. A network that draws is frozen first, with `draws`
-    draws of every member.
+    A classifier outputs `probs [B, C]`, `entropy [B]`, `mutual_information [B]` and `members [S, B, C]` (the members'
+    probabilities), in the shapes of the task's `Predictive`. Regression outputs `mean`, `std` and `members`, the
+    members' means or quantiles. The metadata contain the task, the quantile levels, and whether a position predicts the
+    next token. Outputs of a calibrated network are calibrated. The input is named `x`, or as in a mapping of keyword
+    arguments; `example` is one batch of it. A stochastic network is frozen first, with `draws` draws of every member.
 
-    The file must give what torch gives, up to `tolerance` (relative to values above 1), on the example and on batches
-    of other sizes. If it does not, or the network cannot be exported, that is an error, and there is no file. Which of
-    equal numbers comes first is left open by `torch.topk` and `torch.sort`; in the file it is the first of them.
+    The file must match torch up to `tolerance` (relative above 1) on the example and on batches of other sizes. If it
+    does not, or the network cannot be exported, this raises and writes no file. `torch.topk` and `torch.sort` leave the
+    order of equal numbers open; in the file the first one wins.
     """
     return write_onnx(net, check_path(path), example, draws=draws, seed=seed, tolerance=tolerance)
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Raw inputs that a file takes in place of the network's own, and the units in which it answers.
+    """Raw inputs that a file takes instead of the network's inputs, and the units of its outputs.
 
-    `example` is one batch of its inputs by name, of which `prepare` makes the input of the network. Of those in
-    `texts`, which are numbers to torch, the file takes texts: `texts[name]` has the number of each, and under None that
-    of all others. Values are answered as `values * std + mean`. `about` goes to the file's metadata, by key, as JSON.
+    `example` is one batch of raw inputs by name; `prepare` turns it into the network's input. Inputs in `texts` are
+    indices in torch and texts in the file: `texts[name]` maps each text to its index, and None to that of all others.
+    Values are output as `values * std + mean`. `about` goes to the file's metadata, by key, as JSON.
     """
 
     example: Mapping[str, Tensor]
@@ -85,7 +84,7 @@ class Raw:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def written(self, name: str, tensor: Tensor) -> Any:
-        """An input as the file takes it, a NumPy array: texts for their numbers."""
+        """Convert an input to what the file takes, a NumPy array, with texts instead of indices."""
         if name not in self.texts:
             return tensor.numpy()
         of = {number: text for text, number in self.texts[name].items() if text is not None}
@@ -103,7 +102,7 @@ def write_onnx(
     tolerance: float = 1e-4,
     raw: Raw | None = None,
 ) -> Path:
-    """`to_onnx`; with `raw`, whose example becomes `example`, the file takes raw inputs and answers in their units."""
+    """Run `to_onnx`; with `raw`, the file takes raw inputs, which give `example`, and outputs their units."""
     if not isinstance(net, (Multitude, Calibrated)):
         if not isinstance(net, nn.Module) or isinstance(getattr(net, "net", None), Multitude):
             raise ValueError(
@@ -117,7 +116,7 @@ def write_onnx(
     example = moved(example, "cpu")
     frozen = freeze(members_apart(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
-        frozen(example)  # what is wrong with the example is said by the network itself
+        frozen(example)  # the network itself reports what is wrong with the example
         answers = _Answers(frozen, example, raw)
         answers.write(unfinished)
         session = opened(unfinished)
@@ -127,11 +126,11 @@ def write_onnx(
     return path
 
 
-# -- what is exported --------------------------------------------------------------------------------------
+# -- the exported module -----------------------------------------------------------------------------------
 
 
 class _Answers(nn.Module):
-    """A deterministic multitude with the file's outputs; its input is that of the network, or a raw one."""
+    """A deterministic multitude with the file's outputs, for the network's input or a raw one."""
 
     def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
         super().__init__()
@@ -166,7 +165,7 @@ class _Answers(nn.Module):
         return values * self.raw.std + (self.raw.mean if name in VALUES else 0.0)
 
     def difference(self, name: str, got: Tensor, want: Tensor) -> Tensor:
-        """Return how much an output differs, in the units of the network, relative to values above 1."""
+        """Return the difference of an output in the network's units, relative to values above 1."""
         if self.raw is None or self.classes:
             return (got - want).abs() / want.abs().clamp(min=1)
         rounded = 4 * torch.finfo(torch.float32).eps * want.abs()
@@ -174,11 +173,11 @@ class _Answers(nn.Module):
         return ((got - want).abs() - rounded).clamp(min=0) / own
 
     def inputs(self) -> list[str]:
-        """The names of the inputs."""
+        """Return the names of the inputs."""
         return tensor_names(self.example, self.outputs)
 
 
-# -- the proof ---------------------------------------------------------------------------------------------
+# -- verification ------------------------------------------------------------------------------------------
 
 
 def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
@@ -189,7 +188,7 @@ def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
     feed = dict(zip(answers.inputs(), own, strict=True))
     try:
         got = dict(zip(want, map(torch.from_numpy, session.run(list(want), feed)), strict=True))
-    except Exception as error:  # its errors have no class in common
+    except Exception as error:  # its errors have no common class
         raise ValueError(f"onnxruntime cannot run a batch of {len(tensors[0])}: {reason(error)}") from error
     for name, values in want.items():
         if got[name].shape != values.shape:

@@ -1,8 +1,8 @@
-"""Functions of torch that ONNX has not, or has otherwise, in terms of those that it has.
+"""Decompose torch functions that ONNX lacks or gets wrong.
 
-The exporter's own translations of some functions agree with torch on usual numbers and not on others: the logarithm of
-a sigmoid is minus infinity below -88, -7 % 0.7 is 0. No proof on an example shows that, so these functions are replaced
-before the exporter sees them. Each function here takes what torch's operator takes, and is tested against it.
+Some of the exporter's translations agree with torch for usual numbers only: the log of a sigmoid is minus infinity
+below -88, and -7 % 0.7 is 0. Checks on an example do not reveal this, so these functions are replaced before the
+export. Each function here has the signature of torch's operator, and is tested against it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """The distance of two numbers; 0 for two infinities of one sign."""
+    """Return the distance of two numbers; 0 for two equal infinities."""
     return torch.where(x == y, torch.zeros_like(x), (x - y).abs())
 
 
 def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Logarithm of the sum up to each number, each computed anew: a running sum would lose the small ones."""
+    """Compute the log of each prefix sum separately: a running sum would lose small terms."""
     x = x.movedim(dim, -1)
     before = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
     return torch.where(before, x.unsqueeze(-2), -torch.inf).logsumexp(-1).movedim(-1, dim)
@@ -51,17 +51,17 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def _remainder(x: Number, y: Number) -> Tensor:
-    """By the exact `fmod`, with the sign of the divisor; x - y * floor(x / y) is off by y where x / y is rounded."""
+    """Use the exact `fmod`, with the divisor's sign; x - y * floor(x / y) is off by y if x / y is rounded."""
     dividend, divisor = _alike(x, y)
     rest = torch.fmod(dividend, divisor)
     return torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
 
 
 def _floor_divide(x: Number, y: Number) -> Any:
-    """As torch computes it, from what `fmod` leaves."""
+    """Divide as torch does, using `fmod`."""
     dividend, divisor = _alike(x, y)
     if not dividend.is_floating_point():
-        return NotImplemented  # integers are divided exactly
+        return NotImplemented  # integer division is exact
     rest = torch.fmod(dividend, divisor)
     ratio = (dividend - rest) / divisor
     ratio = torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), ratio - 1, ratio)
@@ -75,7 +75,7 @@ def _divide(x: Number, y: Number, rounding_mode: str | None = None) -> Any:
 
 
 def _alike(x: Number, y: Number) -> tuple[Tensor, Tensor]:
-    """Both as tensors of the dtype of their result, on the device of either."""
+    """Return both as tensors of the result dtype, on the device of either."""
     dtype = torch.result_type(x, y)
     device = x.device if isinstance(x, Tensor) else y.device if isinstance(y, Tensor) else None
     one, other = (
@@ -88,7 +88,7 @@ def _alike(x: Number, y: Number) -> tuple[Tensor, Tensor]:
 
 
 def _signbit(x: Tensor) -> Tensor:
-    """Return whether a number is below 0, or is the zero that is."""
+    """Return whether a number is negative, including negative zero."""
     return (x < 0) | ((x == 0) & (1 / x < 0)) if x.is_floating_point() else x < 0
 
 
@@ -124,7 +124,7 @@ def _fmin(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _sort(x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    values, indices = aten.sort.default(x, dim, descending)  # which is stable in ONNX
+    values, indices = aten.sort.default(x, dim, descending)  # stable in ONNX
     return values, indices
 
 
@@ -149,7 +149,7 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """Return how many knots `[..., K]` are below each value `[..., N]`, or on the right side not above it."""
+    """Count the knots `[..., K]` below each value `[..., N]`, or with right=True those not above it."""
     if sorter is not None:
         _refused("torch.searchsorted with a sorter")()
     knots, values = knots.unsqueeze(-2), values.unsqueeze(-1)
@@ -167,7 +167,7 @@ def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    """Refuse a function that the exporter would write, although ONNX cannot compute it well."""
+    """Refuse a function whose ONNX translation is inaccurate."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"ONNX has no operator for {name}")
@@ -190,7 +190,7 @@ def _std_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Two functions, since the exporter fails on the one in a program whose functions have been replaced."""
+    """Return two outputs from two functions: the exporter fails on the combined one after decompositions."""
     correction = int(unbiased) if correction is None else correction
     return torch.std(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim)
 
@@ -200,7 +200,7 @@ def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    """Attention of three dimensions as of four with one head: the exporter knows no other."""
+    """Run 3-d attention as 4-d with one head: the exporter supports no other."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     if query.dim() != 3 or enable_gqa or dropout_p:
         return NotImplemented
@@ -237,4 +237,4 @@ REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.cdist.default: _cdist,
     aten.scaled_dot_product_attention.default: _attention,
 }
-"""Functions in place of torch's operators in an export; NotImplemented keeps the operator."""
+"""Replacements of torch operators for the export; NotImplemented keeps the operator."""

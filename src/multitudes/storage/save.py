@@ -1,4 +1,4 @@
-"""Saving and loading: a multitude in one safetensors file, its tensors and, in the header, what it is made of."""
+"""Save and load a multitude as one safetensors file: tensors, with the structure in its header."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from multitudes.evaluation.temperature import SCALINGS
 from multitudes.storage.structure import describe, rebuild
 
 HEADER = "multitudes"
-"""The entry of the file's header that holds the structure, as JSON."""
+"""Key of the structure, as JSON, in the file's header."""
 
 FORMAT = 5
 CALIBRATION = "calibration/"
-"""In front of the names of what a calibration was fitted to; no name of a network's tensors holds a slash."""
+"""Name prefix of a calibration's tensors; names of a network's tensors contain no slash."""
 
 
 def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
-    """Write a multitude, of any method or composition of methods, to a safetensors file; returns its path.
+    """Write a multitude, of any composition of methods, to a safetensors file; return its path.
 
-    The file holds the tensors under their names, and in its header the structure: every layer's class and settings,
-    `task`, `draws`, `runner` and the rest, and the calibration of a calibrated network. It is written under another
-    name first, so that one that is there is either kept or replaced as a whole, and its header holds a checksum of all
-    of it, which `load` checks.
+    The file holds the tensors under their names. Its header holds the structure: every layer's class and settings,
+    `task`, `draws`, `runner` and so on, and the calibration of a calibrated network. Writing is atomic: an existing
+    file is either kept or replaced as a whole. The header includes a checksum, which `load` checks.
 
     >>> import tempfile, torch
     >>> from multitudes.methods.deep_ensemble import deep_ensemble
@@ -53,7 +52,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
 
 
 def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take a multitude apart: its structure in plain values, and its tensors by name."""
+    """Split a multitude into its structure, as plain values, and its tensors by name."""
     header: dict[str, Any] = {}
     fitted: dict[str, Tensor] = {}
     if isinstance(net, Calibrated):
@@ -67,12 +66,12 @@ def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
-    """The multitude that `save` wrote, on the CPU: the same predictions, draws, task and settings.
+    """Load the multitude that `save` wrote, on the CPU: the same predictions, draws, task and settings.
 
-    Layers and networks of torch and of this library are rebuilt from the file. Of other networks the file holds no
-    code, and nothing is ever unpickled: pass a `model` like the one that was converted, with any weights; it is left
-    as it was. Its settings are those of the file, plain values in configurations, dataclasses and the like included.
-    What no file can hold, such as a function, must be the same in `model`, or loading is refused.
+    Layers and networks of torch and of this library are rebuilt from the file. The file contains no code of other
+    networks, and nothing is unpickled: pass a `model` like the one that was converted, with any weights; it is not
+    changed. The settings are those of the file, including plain values in configurations, dataclasses and the like.
+    Things that cannot be saved, such as functions, must be the same in `model`, or loading raises.
     """
     path = Path(path)
     if not path.is_file():
@@ -94,7 +93,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
 def from_parts(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> Multitude | Calibrated:
-    """The multitude that `to_parts` took apart; `model` is as in `load`."""
+    """Rebuild the multitude from `to_parts`; `model` is as in `load`."""
     tensors = whole_tensors(tensors, header["forms"])
     _check_shapes(header.get("shapes", {}), tensors)
     net = rebuild(header["nodes"], dict(tensors), model)
@@ -115,7 +114,7 @@ def _check_shapes(shapes: Mapping[str, list[int]], tensors: Mapping[str, Tensor]
 
 
 def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:
-    """The calibration with these `settings` and `tensors`, as its attributes of these names give them."""
+    """Rebuild a calibration from its `settings` and `tensors` attributes."""
     fitted, conformal = dict(tensors), None
     if "score" in settings:
         conformal = Conformal(ConformalScore(**settings["score"]), fitted.pop("scores"), fitted.pop("shares"))
@@ -126,23 +125,23 @@ def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Check that a file can be written at a path, before any work is done for it."""
+    """Check that a file can be written at a path, before any work is done."""
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
     return path
 
 
-# -- tensors of every kind as plain ones -------------------------------------------------------------------
+# -- converting tensors to plain ones ----------------------------------------------------------------------
 
 Form = dict[str, Any]
-"""Form of a tensor that was taken apart: its layout, its shape, and whether its numbers are complex."""
+"""Form of a converted tensor: its layout, its shape, and whether it is complex."""
 
 _SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 
 
 def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Form]]:
-    """The tensors as real and dense ones on the CPU, and the forms of those taken apart."""
+    """Convert tensors to real, dense ones on the CPU; also return the forms of the converted ones."""
     parts: dict[str, Tensor] = {}
     forms: dict[str, Form] = {}
     for name, tensor in tensors.items():
@@ -164,7 +163,7 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
-    """The tensors that `plain_parts` took apart, and all others as they are; an error where parts do not fit."""
+    """Invert `plain_parts`; raise if parts do not fit."""
     tensors = {name: tensor for name, tensor in parts.items() if name.rpartition("#")[0] not in forms}
     for name, form in forms.items():
         values = parts[f"{name}#values"]

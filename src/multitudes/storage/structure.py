@@ -1,10 +1,9 @@
-"""A network's structure as plain data, and the network again from it: what a saved file holds beside the tensors.
+"""Describe a network's structure as plain data, and rebuild it: the part of a saved file besides the tensors.
 
 Each module is a *node*: its class, its plain settings, and the names of its children and tensors. Modules of torch and
-of this library are rebuilt from that alone, whatever surgery they have been through. The user's own modules are code,
-which no file should hold: they are copied from the network that the user gives, module by module, and then get the
-saved settings, children and tensors. Nothing is ever unpickled, and no class is looked up outside torch and this
-library.
+of this library are rebuilt from these alone, after any surgery. A user's own modules are code, which is not saved: they
+are copied from the network that the user passes, module by module, and then get the saved settings, children and
+tensors. Nothing is unpickled, and classes are only looked up in torch and this library.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 
 
 def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
-    """The nodes of a network, its own first, and its tensors by name, those left out of state dicts included."""
+    """Return a network's nodes, its own first, and its tensors by name, including non-persistent ones."""
     places = _places(net)
     numbers = {id(place[0]): number for number, place in enumerate(places)}
     tensors: dict[str, Tensor] = {}
@@ -45,7 +44,7 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
 
     def named(path: str, registry: Mapping[str, Tensor | None]) -> dict[str, str | None]:
         for name, tensor in registry.items():
-            if tensor is not None and id(tensor) not in names:  # a tensor that is used twice is saved once
+            if tensor is not None and id(tensor) not in names:  # save a shared tensor once
                 names[id(tensor)] = path + name
                 tensors[path + name] = tensor
         return {name: None if tensor is None else names[id(tensor)] for name, tensor in registry.items()}
@@ -73,7 +72,7 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
 
 
 def _places(net: nn.Module) -> list[tuple[nn.Module, str, str, str]]:
-    """Every module once, with its path, its path in the network that was converted, and that of the member it is in."""
+    """List every module once, with its path, its path in the converted network, and the path of its member."""
     found: dict[int, tuple[nn.Module, str, str, str]] = {}
 
     def walk(module: nn.Module, path: str, origin: str, member: str) -> None:
@@ -83,14 +82,14 @@ def _places(net: nn.Module) -> list[tuple[nn.Module, str, str, str]]:
         inner = _shared(module)
         if isinstance(module, Members):
             found[id(inner)] = inner, path, origin, member
-            for name, each in inner._modules.items():  # each stands where the user's network stood
+            for name, each in inner._modules.items():  # each replaces the user's network
                 walk(each, _joined(path, name), origin, _joined(path, name))
         elif inner is not None:
             walk(inner, path, origin, member)
         else:
             for name, child in module._modules.items():
                 if child is not None:
-                    wrapped = name == getattr(type(module), "wraps", None)  # in the user's network it has its place
+                    wrapped = name == getattr(type(module), "wraps", None)  # it has its own place in the user's network
                     walk(child, _joined(path, name), origin if wrapped else _joined(origin, name), member)
 
     walk(net, "", "", "")
@@ -102,16 +101,16 @@ def _joined(path: str, name: str) -> str:
 
 
 def _shared(module: nn.Module) -> Any:
-    """The module whose registries it shares, which its class names; None where it has its own."""
+    """Return the module whose registries this one shares, as named by its class; None if it has its own."""
     inner = vars(module).get(str(getattr(type(module), "shares", None)))
     return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name for something else
 
 
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
-    """A node's plain settings, and where what is not plain is to be found in the user's network."""
+    """Return a node's plain settings, and references for those that are taken from the user's network."""
     shares = str(getattr(type(module), "shares", None))
     beside = {*module.found_anew, "divergences"} if isinstance(module, Multitude) else set()
-    skipped = {*_REGISTRIES, shares, *beside}  # what it has learned by running, and what is described by itself
+    skipped = {*_REGISTRIES, shares, *beside}  # caches, and attributes that are saved separately
     settings, others = {}, []
     for key, value in vars(module).items():
         if key in skipped:
@@ -140,14 +139,14 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
 
 
 def _hooks(module: nn.Module) -> int:
-    """Return how many forward hooks a module has, beside those that are made again."""
-    own = 2 * len(attached(module))  # one before the forward, and one after it
+    """Count a module's forward hooks, except those that are recreated."""
+    own = 2 * len(attached(module))  # one pre-hook and one hook
     own += len(lazy_hooks(module._forward_hooks))
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
 
 
 def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
-    """A plain value in the terms of JSON, or a TypeError."""
+    """Encode a plain value for JSON, or raise a TypeError."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, nn.Module) and id(value) in numbers:
@@ -177,7 +176,7 @@ def _encoded_function(function: Callable[..., Tensor]) -> Node:
 
 
 def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module | None = None) -> nn.Module:
-    """The network of these nodes and tensors; `model` is left as it was."""
+    """Rebuild the network from nodes and tensors; `model` is not changed."""
     _check_model(nodes, model)
     parameters = {
         key: nn.Parameter(tensors[key], name not in node["fixed"])
@@ -199,7 +198,7 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
         module._non_persistent_buffers_set.update(node["transient"])
         for number in node["attached"]:
             modules[number].attach(module)
-    for node, module in reversed(list(zip(nodes, modules, strict=True))):  # what is inside comes first
+    for node, module in reversed(list(zip(nodes, modules, strict=True))):  # inner modules first
         if node.get("keeps_noise"):
             module.__class__ = kept_class(own_class(module))
         if "shares" in node:
@@ -212,7 +211,7 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
 
 
 def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
-    """All that can be wrong with the user's network, before anything is built."""
+    """Check the user's network completely before anything is built."""
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     there = {} if model is None else dict(plain(model).named_modules(remove_duplicate=False))
@@ -247,7 +246,7 @@ def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
 
 
 def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
-    """A network that is given although the file holds all must be like the one that was converted."""
+    """Check that a given network matches the file, even if the file alone would suffice."""
     notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
     at: dict[str, list[Node]] = {}
     for node in nodes:
@@ -263,7 +262,7 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
 
 
 def _has_weights(node: Node) -> bool:
-    """Return whether a node is a layer of the user's network or a converted one, and not an addition of a method."""
+    """Return whether a node is a layer of the user's network or a converted one, not an addition of a method."""
     names = node.get("parameters", {})
     return "weight" in names or (bool(names) and not _of_library_named(node))
 
@@ -273,7 +272,7 @@ def _of_library_named(node: Node) -> bool:
 
 
 def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
-    """A layer must be there, be of the same class or be converted, and have the same settings unless it was changed."""
+    """Check that a layer exists, has its class or was converted, and has its settings unless `noted` as changed."""
     kind = type(module).__name__
     same = [node for node in nodes if node["class"] == _name_of(type(module))]
     if not same and not any(map(_of_library_named, nodes)):
@@ -291,7 +290,7 @@ def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: boo
 def _modules(
     nodes: list[Node], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module | None
 ) -> list[Any]:
-    """A module for each node: a bare one of its class, or a copy of the user's own."""
+    """Create a module per node: an empty one of its class, or a copy of the user's own."""
     modules: dict[int, nn.Module] = {
         number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
     }
@@ -310,9 +309,9 @@ def _copies(
     there: Mapping[str, nn.Module],
     saved: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[int, nn.Module]:
-    """Copies of the user's own modules of one member.
+    """Copy the user's own modules of one member.
 
-    They are copied all at once, so that what they know of each other, and of their tensors, stays true.
+    They are copied together to preserve references between them and to their tensors.
     """
     memo: dict[int, Any] = {}
     for number in numbers:
@@ -344,14 +343,14 @@ def _bare(name: str) -> nn.Module:
 
 
 def _check_members(module: nn.Module) -> None:
-    """Check the number of members: a file from somebody else may hold any."""
+    """Check the number of members: files may come from others."""
     members = vars(module).get("members", 1)
     if isinstance(module, Multitude) and (type(members) is not int or not 1 <= members <= MOST_MEMBERS):
         raise ValueError(f"the file is damaged: a network has 1 to {MOST_MEMBERS} members, and it says {members!r}")
 
 
 def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:
-    """Others of them, in place, since others share the registry."""
+    """Replace the items in place, since other modules share the registry."""
     registry.clear()
     registry.update(items)
 
@@ -370,7 +369,7 @@ def _decoded(value: Any, modules: list[Any]) -> Any:
 
 
 def _decoded_function(node: Node) -> Callable[..., Tensor]:
-    _library_module(node["function"].rpartition(".")[0])  # which declares it, where it has not been imported yet
+    _library_module(node["function"].rpartition(".")[0])  # imports the module that declares it
     function = DIVERGENCES.get(node["function"])
     if function is None:
         raise ValueError(f"the file names {node['function']!r}, which is no divergence of this library")
@@ -389,7 +388,7 @@ def _of_library(kind: type[nn.Module]) -> bool:
 
 
 def _is_known(kind: type[nn.Module]) -> bool:
-    """Return whether a class can be found again by its name: one of torch's, or of this library."""
+    """Return whether a class of torch or of this library can be found by its name."""
     return (_of_library(kind) or kind.__module__.startswith("torch.nn.modules.")) and "." not in kind.__qualname__
 
 
@@ -404,8 +403,8 @@ def _class_named(name: str) -> type[nn.Module]:
 
 
 def _library_module(name: str) -> ModuleType | None:
-    """A module of torch's layers or of this library; None for any other."""
-    if not name.startswith(("multitudes.", "torch.nn.modules.")) or "__" in name:  # a program is no module
+    """Import a module of torch's layers or of this library; None for any other."""
+    if not name.startswith(("multitudes.", "torch.nn.modules.")) or "__" in name:  # __main__ is not a library module
         return None
     with suppress(ImportError):
         return importlib.import_module(name)

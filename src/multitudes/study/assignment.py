@@ -1,4 +1,4 @@
-"""The configuration of a job, read and checked: its data in batches, its device, and its networks."""
+"""Read and check a job's configuration: its batched data, device and networks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from multitudes.training.optimizers import batch_size_for
 from multitudes.training.precision import AUTO, precision_dtype
 
 APART = ("batch_size", "augment", "patience", "class_weight", "average")
-"""Keys of the training that are no arguments of `fit` for a network by itself."""
+"""Training keys that `fit` does not accept for a single network."""
 
 
 class Batches:
-    """Scaled inputs, batch by batch, and where they are given targets as the network learned them.
+    """Batches of scaled inputs, with targets as the network was trained on them if `y` is given.
 
-    With a device they are there, and the inputs are as a network is called with them.
+    With a device, batches are moved there and preprocessed for the network.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The configuration of a job, read and checked."""
+    """The checked configuration of a job."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Assignment:
     def read(
         cls, directory: Path, device: str | None = None, accelerator: Any = None, data: Data | None = None
     ) -> Assignment:
-        """That of a job's directory; `data` are its data, where they have been read."""
+        """Read the configuration from a job's directory; `data` skips loading its data."""
         path = directory / "config.json"
         if not path.is_file():
             raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
@@ -97,23 +97,23 @@ class Assignment:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that writes."""
+        """True for the process that writes files."""
         return self.accelerator is None or self.accelerator.is_main_process
 
     @property
     def checkpoint(self) -> Path:
-        """The file that its training is kept in until it is done."""
+        """Checkpoint of an unfinished training."""
         return self.directory / "checkpoint.safetensors"
 
     @property
     def identity(self) -> str:
-        """A digest of all that its training depends on."""
+        """Digest of everything the training depends on."""
         lasting = {key: value for key, value in self.config.items() if key not in ("device", "evaluation")}
         return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
 
     @property
     def loader(self) -> Loader:
-        """The batches to train on."""
+        """Training batches."""
         part, training = self.data.train, self.config["training"]
         size = min(training["batch_size"] or batch_size_for(len(part)), len(part))
         alone = len(part) % size == 1 and len(part) > 1  # a batch of one has no variance to normalise by
@@ -124,7 +124,7 @@ class Assignment:
         )  # fmt: skip
 
     def network(self, with_weights: bool = True) -> nn.Module:
-        """A network as the configuration says, its weights drawn from torch's random state, or those that it names."""
+        """Build the configured network, with random weights or with those that the configuration names."""
         outputs = outputs_of(self.data.task, self.data.outputs)
         data = self.data
         model = {key: value for key, value in self.config["model"].items() if with_weights or key != "weights"}
@@ -132,16 +132,16 @@ class Assignment:
 
     @property
     def of_single(self) -> Assignment:
-        """The same for the single network."""
+        """The same assignment for the single network."""
         return replace(self, method=METHODS["single"], settings=METHODS["single"].complete())
 
     def built(self, network: nn.Module) -> Multitude:
-        """A network converted by the method, ready to be trained."""
+        """Convert a network by the method and prepare it for training."""
         example = self.data.normalised(self.data.train.x[:8])
         return self.prepared(build(self.method, network, example, self.settings, self.seed, self.config["model"]))
 
     def prepared(self, net: Multitude) -> Multitude:
-        """On the device and laid out as for training, with the task of the data and the draws of the evaluation."""
+        """Set the task and number of draws, and move the network to the device in its memory format."""
         net.task = self.data.network_task.name
         net.draws = self.config["evaluation"].get("draws", net.draws)
         if self.config["training"].get("channels_last"):
@@ -149,7 +149,7 @@ class Assignment:
         return net.to(self.device)
 
     def arguments(self, net: Multitude) -> dict[str, Any]:
-        """The arguments of `fit` for a network of the method."""
+        """Return the arguments of `fit` for a network of the method."""
         training = self.config["training"]
         own = {name: value for name, value in training.items() if name not in APART}
         own["precision"] = precision_on(own.get("precision"), self.device)
@@ -161,11 +161,11 @@ class Assignment:
         }
 
     def whole_training(self, recorded: Sequence[int]) -> dict[str, Any]:
-        """Further arguments of `fit`, which concern a training as a whole: when it ends, and what classes weigh.
+        """Return further arguments of `fit` for the whole training: early stopping, averaging and class weights.
 
-        With a patience it ends early, with the best weights by the validation part: of numbers by the error of their
-        mean, which goes on falling when the density of a network that is not calibrated yet has begun to fall. A method
-        that is made of `recorded` checkpoints needs all its epochs, and no averaged weights.
+        With a patience, training stops early and keeps the best weights on the validation part. Regression monitors the
+        error of the mean: it keeps falling after the density of an uncalibrated network has started to get worse. A
+        method made of `recorded` checkpoints needs all its epochs and no averaged weights.
         """
         training, part = self.config["training"], self.data.validation
         found: dict[str, Any] = {}
@@ -185,9 +185,9 @@ def _gaussian(prediction: Tensor, y: Tensor) -> Tensor:
 
 
 def data_of(config: Mapping[str, Any], directory: Path) -> Data:
-    """The data of a job, as its configuration names them: the digits, or a prepared file in the run directory.
+    """Load a job's data: the digits, or a prepared file in the run directory.
 
-    A configuration may be somebody else's, so that it cannot make this read other files, or reach the network.
+    A configuration may come from somebody else, so it cannot make this read other files or use the network.
     """
     if "file" not in config:
         if config.get("source") != "digits":
@@ -201,7 +201,7 @@ def data_of(config: Mapping[str, Any], directory: Path) -> Data:
 
 
 def inside_run(directory: Path, file: str) -> Path:
-    """The path of a file that a job's configuration names, which must lie in the run directory."""
+    """Return the path of a file named in a job's configuration. Raise if it lies outside the run directory."""
     run = os.path.normpath(directory.absolute().parent.parent)
     path = os.path.normpath(directory.absolute() / file)
     if os.path.commonpath([run, path]) != run:
@@ -210,7 +210,7 @@ def inside_run(directory: Path, file: str) -> Path:
 
 
 def precision_on(name: str | None, device: torch.device) -> str:
-    """The precision of a name on a device; auto is bfloat16 on a GPU that computes with it."""
+    """Resolve a precision name on a device: auto is bfloat16 on GPUs that support it, else float32."""
     if name == AUTO:
         return "float32" if precision_dtype(name, device) is None else "bfloat16"
     return name or "float32"

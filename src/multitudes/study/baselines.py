@@ -1,4 +1,4 @@
-"""Baselines without a network: chance, a constant, and scikit-learn's models of tables and texts at their defaults."""
+"""Baselines without a network: chance, a constant, and scikit-learn models with default settings."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from multitudes.metrics import balanced_accuracy, macro_auroc
 from multitudes.metrics.regression_inputs import Forecasts
 
 MOST_ROWS = 50_000
-"""Of a larger test part, what each row adds to a score is not kept."""
+"""Largest test part for which per-row scores are kept."""
 MOST_FOR_FOREST = 20_000
-"""Training rows, above which no random forest is grown: it takes too long."""
+"""Largest number of training rows for a random forest; more take too long."""
 MOST_FOR_LINEAR = 200_000
-"""Training rows that a linear model is fitted to: more change nothing."""
+"""Largest number of training rows for a linear model; more change nothing."""
 TREES = 100
-"""Of a random forest, scikit-learn's default."""
+"""Trees in a random forest; scikit-learn's default."""
 TINY = 1e-12
-"""The least probability, so that a class that training has not gives no infinite score."""
+"""Lower bound on probabilities, so that a class missing from training does not give an infinite score."""
 LEVEL = 0.9
-"""Of the intervals that are measured."""
+"""Level of the measured intervals."""
 
 
 def measure_baselines(data: Data) -> dict[str, Any]:
-    """Scores of each baseline on the test part, and what each row adds to them, as JSON holds them.
+    """Return the test scores of each baseline, overall and per row, as JSON.
 
-    - `chance`, of classes: all of them equally probable.
-    - `constant`: the classes' shares of the training part, or the Gaussian of its targets.
-    - `gradient_boosting`, `random_forest` and `linear` (logistic or ridge regression, on inputs as a network has them),
-      of tables: scikit-learn's models with their default settings, trained on the training part; of numbers with the
-      deviation that they have on the validation part. There is no forest of more than 20,000 rows.
-    - `linear`, of texts: the same on how often each token is in a text, weighted by how few texts have it (tf-idf).
-    - `gradient_boosting_quantiles`, of numbers in tables: gradient boosting of the quantiles 0.05, 0.5 and 0.95, for
-      intervals of 90 %.
+    - `chance` (classes): uniform probabilities.
+    - `constant`: the class frequencies of the training part, or the Gaussian of its targets.
+    - `gradient_boosting`, `random_forest` and `linear` (logistic or ridge regression on normalised inputs), for tables:
+      scikit-learn models with default settings, trained on the training part. For regression, the standard deviation is
+      that of the residuals on the validation part. No forest above 20,000 rows.
+    - `linear` (texts): logistic or ridge regression on tf-idf token counts.
+    - `gradient_boosting_quantiles` (regression on tables): gradient boosting of the quantiles 0.05, 0.5 and 0.95, for
+      90 % intervals.
     """
     makers: dict[str, Callable[[Data], Tensor | Forecasts]] = {"constant": _constant}
     if data.classes:
@@ -106,7 +106,7 @@ def _forest(data: Data) -> Tensor | Forecasts:
     if not data.classes:
         return _with_residuals(ensemble.RandomForestRegressor(TREES, random_state=0), data)
     probs = _probabilities(ensemble.RandomForestClassifier(TREES, random_state=0), data)
-    # As if one more tree knew nothing: no tree voting for a class does not make it impossible.
+    # Smooth as if one more tree voted uniformly: a class without votes is not impossible.
     return (TREES * probs + 1 / len(data.classes)) / (TREES + 1)
 
 
@@ -118,10 +118,10 @@ def _linear(data: Data) -> Tensor | Forecasts:
 
 
 def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
-    """Those of a classifier; a class that training has not has none."""
+    """Return a classifier's probabilities `[N, C]`; 0 for classes missing from training."""
     probs = torch.zeros(len(data.test), len(data.classes), dtype=torch.float64)
     present = data.train.y.unique()
-    if len(present) == 1:  # scikit-learn fits nothing to one class
+    if len(present) == 1:  # scikit-learn cannot fit a single class
         probs[:, present] = 1.0
         return probs
     _fit(model, data, data.train.y, normalised)
@@ -131,7 +131,7 @@ def _probabilities(model: Any, data: Data, normalised: bool = False) -> Tensor:
 
 
 def _with_residuals(model: Any, data: Data, normalised: bool = False) -> Forecasts:
-    """Means of a regressor, with the deviation that it has on the validation part."""
+    """Predict means with a regressor; the standard deviation is that of its validation residuals."""
     _fit(model, data, data.train.y.double(), normalised)
     held_out = torch.from_numpy(model.predict(_inputs(data, data.validation.x, normalised))) - data.validation.y
     mean = torch.from_numpy(model.predict(_inputs(data, data.test.x, normalised))).double()
@@ -151,7 +151,7 @@ def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:
 
 
 def _counts(data: Data, x: Tensor) -> Any:
-    """How often each token is in each text, a sparse matrix `[N, tokens]`."""
+    """Count each token in each text, as a sparse matrix `[N, tokens]`."""
     every = max(int(part.x.max()) for part in data.parts.values()) + 1
     row, place = (x >= 0).nonzero(as_tuple=True)
     token = x[row, place].long()
@@ -177,7 +177,7 @@ def _scored(predicted: Tensor | Forecasts, data: Data) -> dict[str, Any]:
 
 
 def _of_classes(probs: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What each row adds to a score, and scores to which no row adds by itself."""
+    """Return per-row scores, and scores that are not sums over rows."""
     right = probs.gather(1, target[:, None])[:, 0]
     rows = {
         "nll": -right.clamp(min=TINY).log(),
@@ -191,7 +191,7 @@ def _of_classes(probs: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[
 
 
 def _of_numbers(predicted: Forecasts) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Likewise; quantiles have no density."""
+    """Return the same for regression; quantiles have no density."""
     low, high = predicted.interval(LEVEL)
     inside = (low <= predicted.target) & (predicted.target <= high)
     more = {"coverage_90": float(inside.double().mean()), "width_90": float((high - low).double().mean())}

@@ -1,4 +1,4 @@
-"""The columns of a leaderboard, in the terminal and on the page: scores and costs, their order, unit and precision."""
+"""Leaderboard columns, for the terminal and the page: scores and costs with their order, unit and precision."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from multitudes.study.leaderboard import best, better
 from multitudes.study.rows import Row, Value
 
 MOST_UNEVEN = 3.0
-"""How many times as many training rows the largest class has as the smallest before that is said."""
+"""Ratio of the largest to the smallest class from which classes count as unbalanced."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: the score or cost that it shows, its title, and its unit: "%" of fractions, "×" of ratios."""
+    """A column: the name of its score or cost, its title, and its unit ("%" for fractions, "×" for ratios)."""
 
     name: str
     title: str
@@ -25,7 +25,7 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The title with its unit.
+        """Title with its unit.
 
         >>> Column("ece", "ECE", "%").heading, Column("coverage_90", "coverage at 90 %", "%").heading
         ('ECE %', 'coverage at 90 %')
@@ -34,29 +34,29 @@ class Column:
 
     @property
     def arrow(self) -> str:
-        """Points to the better values of a score; a cost has none."""
+        """Return an arrow towards better values; empty for costs."""
         return "" if self.is_cost else better(self.name).value
 
     @property
     def is_cost(self) -> bool:
-        """Whether it is a cost, which has no best method: the cheapest is always the single network."""
+        """True for costs. They have no best method: the cheapest is always the single network."""
         return self.name.startswith("costs/")
 
     def shown(self, value: float) -> float:
-        """A value in the unit of the column."""
+        """Convert a value to the column's unit."""
         return 100 * value if self.unit == "%" else value
 
     def of(self, row: Row) -> Value | None:
-        """The values of a method in the unit of the column; None where it has none."""
+        """Return a method's values in the column's unit, or None."""
         found = row.values.get(self.name)
         return found and replace(found, values=tuple(map(self.shown, found.values)))
 
     def best(self, rows: Sequence[Row]) -> Row | None:
-        """The best method of a score, no baseline; None of a cost."""
+        """Return the best method by this score, ignoring baselines; None for costs."""
         return None if self.is_cost else best([row for row in rows if not row.baseline], self.name)
 
     def text(self, value: float, beside: float | None = None) -> str:
-        """A value in the column's unit, which is left out, with the decimal places of one `beside` it.
+        """Format a value without its unit, with the decimal places that `beside` would get if given.
 
         >>> column = Column("rmse", "RMSE")
         >>> column.text(0.0614), column.text(6142.71), column.text(0.0614, beside=6142.71)
@@ -66,7 +66,7 @@ class Column:
         return fixed(value, self.digits if size < 100 or not math.isfinite(size) else min(self.digits, 1))
 
     def cell(self, value: Value) -> str:
-        """The mean over seeds, with "about" where a time varies by more than it differs from the single network's.
+        """Format the mean over seeds, with "about" if a time varies by more than it differs from the single network's.
 
         >>> time = column_of("costs/inference_time_ratio")
         >>> time.cell(Value((1.21,), low=0.9, high=1.4)), time.cell(Value((4.06,), low=3.9, high=4.2))
@@ -75,7 +75,7 @@ class Column:
         return f"about {fixed(value.mean, 1)}" if self.is_cost and is_vague(value) else self.text(value.mean)
 
     def told(self, value: float) -> str:
-        """A value as it was measured, with its unit.
+        """Format a raw value with its unit.
 
         >>> Column("accuracy", "accuracy", "%", 1).told(0.9731), Column("nll", "NLL").told(0.0546)
         ('97.3 %', '0.055')
@@ -86,12 +86,12 @@ class Column:
 
 
 def is_vague(value: Value) -> bool:
-    """Whether a multiple of the single network's time varies by more than it differs from 1."""
+    """Return whether a time ratio varies by more than it differs from 1."""
     return value.low is not None and value.high is not None and value.low <= 1 <= value.high and value.mean != 1
 
 
 def fixed(value: float, digits: int = 1) -> str:
-    """A number with so many decimal places, and a dash for NaN.
+    """Format a number with this many decimal places; NaN is a dash.
 
     >>> fixed(-0.0314, 3), fixed(1234567.0, 0), fixed(float("nan")), fixed(float("inf"))
     ('−0.031', '1,234,567', '–', '∞')
@@ -119,7 +119,7 @@ COSTS = (
     Column("costs/parameters_ratio", "parameters", "×", 2),
 )
 UNBALANCED = (Column("balanced_accuracy", "balanced accuracy", "%", 1), Column("macro_auroc", "AUROC", "%", 1))
-"""Scores that stand beside the first ones where classes are unbalanced, and else among the others."""
+"""Scores listed first for unbalanced classes, and with the other scores otherwise."""
 MORE = (
     Column("brier", "Brier score"),
     Column("gaussian_ece", "Gaussian ECE", "%", 1),
@@ -130,12 +130,12 @@ MORE = (
 MORE_COSTS = (Column("costs/peak_memory_bytes_ratio", "peak memory", "×", 2),)
 
 FRACTIONS = ("mce", "classwise_ece", "adaptive_ece", "overconfidence", "accuracy_at_90", "disagreement", "member_error")
-"""Scores beside these that are shown in percent."""
+"""Further scores shown in percent."""
 ABBREVIATIONS = ("aurc", "crps", "ece", "js", "mce", "nll", "rmse")
 
 
 def column_of(name: str) -> Column:
-    """The column of a score or cost, whether or not a leaderboard shows it by itself.
+    """Return the column of any score or cost, including those that no leaderboard shows by default.
 
     >>> column_of("shift/fog/3/accuracy").heading, column_of("ood/letters/entropy/auroc").heading
     ('shift fog 3 accuracy %', 'AUROC letters %')
@@ -155,12 +155,12 @@ def column_of(name: str) -> Column:
 
 
 def costs(tiny: bool = False) -> list[Column]:
-    """The costs; of networks so small that a time is that of calling them, multiply-adds first."""
+    """Return the cost columns; multiply-adds come first if the network is tiny."""
     return sorted(COSTS, key=lambda column: tiny and column.name != "costs/multiply_adds_ratio")
 
 
 def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False, unbalanced: bool = False) -> list[Column]:
-    """The columns of the leaderboard, the score that ranks first: scores, detection of OOD inputs by entropy, costs."""
+    """Return the main columns: the ranking score first, then scores, OOD detection by entropy, and costs."""
     names = {name: None for row in rows for name in row.values}
     scores = (SCORES[0], *UNBALANCED, *SCORES[1:]) if unbalanced else SCORES
     detected = [column_of(name) for name in names if _is_auroc(name)]
@@ -169,7 +169,7 @@ def first_columns(rows: Sequence[Row], by: str = "", tiny: bool = False, unbalan
 
 
 def more_columns(rows: Sequence[Row], by: str = "", unbalanced: bool = False) -> list[Column]:
-    """The other scores of clean test data, and the other costs; of balanced classes none that counts them alike."""
+    """Return the columns of other scores on clean test data and other costs; balanced classes omit `UNBALANCED`."""
     names = {name: None for row in rows for name in row.values}
     shown = [*first_columns(rows, by, unbalanced=unbalanced), *(() if unbalanced else UNBALANCED)]
     left_out = {column.name for column in shown}
@@ -178,7 +178,7 @@ def more_columns(rows: Sequence[Row], by: str = "", unbalanced: bool = False) ->
 
 
 def caption(rows: Sequence[Row], tiny: bool = False) -> str:
-    """What the numbers of a leaderboard are.
+    """Describe the numbers of a leaderboard.
 
     >>> print(caption([Row("a", "a", (0,), {}), Row("chance", "chance", (), {}, baseline=True)]))
     Mean over one seed. ★ is the best of a score. Costs are multiples of the single network's.
@@ -196,7 +196,7 @@ def caption(rows: Sequence[Row], tiny: bool = False) -> str:
 
 
 def imbalance(about: Mapping[str, Any]) -> str:
-    """A sentence where classes are unbalanced, from the description of the data (`data.json`); else nothing.
+    """Return a sentence if classes are unbalanced, based on `data.json`; else an empty string.
 
     >>> print(imbalance({"classes": {"no": 90, "yes": 10}}))
     Classes are unbalanced: no has 90 % of the training rows, yes 10 %. Balanced accuracy and AUROC count them alike.
@@ -218,7 +218,7 @@ def imbalance(about: Mapping[str, Any]) -> str:
 
 
 def remark(row: Row, rows: Sequence[Row], by: str) -> str:
-    """The remark beside the name of a row: that it is a baseline, or the worst baseline that is better by a score."""
+    """Return the remark next to a row's name: "baseline", or the worst baseline that beats it."""
     if row.baseline:
         return "baseline"
     quality = better(by).quality
@@ -227,7 +227,7 @@ def remark(row: Row, rows: Sequence[Row], by: str) -> str:
 
 
 def in_words(row: Row) -> str:
-    """The name of a row; those of baselines are words."""
+    """Return a row's name, spelled out for baselines."""
     names = {
         "constant": "a constant prediction",
         "linear": "a linear model",

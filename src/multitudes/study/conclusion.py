@@ -1,4 +1,4 @@
-"""What is done when all jobs are: times in turns, baselines, the loss plane, which columns matter."""
+"""Steps after all jobs are done: timing in turns, baselines, the loss plane, column importance."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Say = Callable[[str], None]
 
 
 def measure_all(run: Run, say: Say) -> None:
-    """Measure what concerns all jobs together, as far as that has not been done for the same jobs.
+    """Measure everything that concerns all jobs together, unless it was measured for the same jobs already.
 
-    Where a network cannot be read here, or the device of the study is not here, there are no times or no columns.
+    Skips times or column importance if a network cannot be loaded here or the study's device is missing.
     """
     if not run.done:
         return
@@ -46,7 +46,7 @@ def measure_all(run: Run, say: Say) -> None:
 
 
 def _write_baselines(run: Run) -> None:
-    """Write `baselines.json`; of a cross-validation once all folds have a job done."""
+    """Write `baselines.json`; for cross-validation only once every fold has a finished job."""
     configs = {job.directory: (job.config or {})["data"] for job in run.done}
     first = {str(data): directory for directory, data in reversed(configs.items())}
     found = [measure_baselines(data_of(configs[directory], directory)) for directory in reversed(first.values())]
@@ -57,14 +57,14 @@ def _write_baselines(run: Run) -> None:
         run.write_table(run.baselines_path.name, {"folds": [each["baselines"] for each in found]}, folds)
 
 
-# -- the loss between networks that were trained apart -------------------------------------------------------
+# -- the loss between networks that were trained independently ---------------------------------------------
 
 
 def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | None:
-    """Measure the plane through three networks of a run; None where there are not three that are alike.
+    """Measure the loss on the plane through three networks of a run; None if there are not three comparable ones.
 
-    They are members of a deep ensemble, or else single networks of three seeds. An existing file is used again, if it
-    is whole and was made from the results that are there.
+    Uses three members of a deep ensemble, or else single networks of three seeds. An existing file made from the
+    current results is reused.
     """
     if run.read_table(LANDSCAPE) is not None:
         return run.directory / LANDSCAPE
@@ -93,7 +93,7 @@ def _finite(value: float) -> float | None:
 
 
 def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
-    """Three networks by name, and one of the jobs that they are from."""
+    """Return three networks by name, and one of their jobs."""
     done = {job.name: job for job in run.done}
     for job in done.values():
         if (job.config or {})["method"] == "deep":
@@ -102,7 +102,7 @@ def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
             if isinstance(net, Members) and net.members > 2 and trained.data.classes:
                 return {f"{job.name}, member {index}": net.member(index) for index in range(3)}, trained
     if run.folds:
-        return None  # single networks of other rows, and maybe of other features
+        return None  # single networks of other folds have other training rows, and maybe other features
     alone = [job for job in done.values() if (job.config or {})["method"] == "single"]
     single = [Trained.read(job.directory, "cpu", model_file=run.code) for job in alone[:3]]
     if len(single) < 3 or not single[0].data.classes:

@@ -1,7 +1,7 @@
-"""What a method costs: parameters, multiply-adds and memory; and times, of all methods beside each other, in turns.
+"""Costs of a method: parameters, multiply-adds, memory, and time measured in turns with all other methods.
 
-Times depend on the machine, and on what else it does just then. Methods that take turns meet the same disturbances, and
-the ratio of a method's time to the single network's in the same round is freer of them than either time.
+Times depend on the machine and its load. Methods timed in turns share the same disturbances, so the ratio of a method's
+time to the single network's in the same round is less noisy than either time.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from multitudes.training.fit import fit
 from multitudes.training.trainer import Progress
 
 BATCH = 256
-"""The most inputs that are timed at once."""
+"""Largest timed batch."""
 LONG = 0.5
-"""Seconds that a prediction shall not take, where fewer inputs at once take less."""
+"""Seconds that a timed prediction should stay below; the batch shrinks until it does."""
 SHORT = 0.05
-"""Seconds that are long enough to be timed."""
+"""Shortest duration that can be timed, in seconds."""
 MOST = 100
-"""How often something short is done to time it."""
+"""Maximum repetitions when timing something short."""
 ROUNDS = 9
 LIMIT = 60.0
-"""Seconds after which no further round is begun; three times as many before there are three rounds."""
+"""Seconds after which no new round starts; three times as many for the first three rounds."""
 FEWEST_ROWS = 16
-"""That a step of training is timed with."""
+"""Smallest batch for timing a training step."""
 SMALL = 8
-"""A batch is compared with one this many times smaller: where that takes half the time, Python takes most of it."""
+"""Factor between two compared batch sizes: if the smaller batch takes over half the time, Python overhead dominates."""
 
 
 def parameters(net: nn.Module) -> int:
-    """How many numbers are learned; shared ones count once.
+    """Count the learned parameters; shared ones count once.
 
     >>> parameters(nn.Linear(3, 2))
     8
@@ -59,41 +59,41 @@ def parameters(net: nn.Module) -> int:
 
 
 def multiply_adds(net: Multitude, x: Tensor) -> int:
-    """The multiply-adds of predicting one input, the first of `x [B, ...]`, with all members and draws.
+    """Count the multiply-adds of predicting one input, the first of `x [B, ...]`, with all members and draws.
 
-    Those of matrix products, convolutions, attention and recurrent layers.
+    Counts matrix products, convolutions, attention and recurrent layers.
 
     >>> multiply_adds(Multitude(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))), torch.ones(5, 3))
     20
     """
     one = x[:1]
-    net.predict(one, seed=0)  # what is measured once for a shape, such as the fastest runner, is not counted
+    net.predict(one, seed=0)  # do not count one-time measurements per shape, such as choosing a runner
     with recording(net.network, (), work=True) as trace:
         net.predict(one, seed=0)
     return trace.multiply_adds
 
 
 class Prediction:
-    """The prediction of inputs `x [B, ...]`, to be timed: as many at once as take some time, `BATCH` at most."""
+    """A prediction to be timed, for inputs `x [B, ...]`; the batch shrinks from `BATCH` until it is fast enough."""
 
     def __init__(self, net: Any, x: Tensor, batch: int | None = None) -> None:
         self.net, self.x = net, x[: batch or BATCH]
         while batch is None and len(self.x) > 1 and self.once() > LONG:
             self.x = self.x[: max(1, len(self.x) // 4)]
-        self.once()  # warm: the first also measures what is measured once for a shape
+        self.once()  # warm up, including one-time measurements per shape
         self.times = _times(self.once())
 
     @property
     def batch(self) -> int:
-        """How many inputs are predicted at once."""
+        """Batch size."""
         return len(self.x)
 
     def seconds(self) -> float:
-        """Of one batch: the mean over as many as can be timed."""
+        """Return the mean seconds per batch."""
         return statistics.fmean(self.once() for _ in range(self.times))
 
     def once(self) -> float:
-        """The seconds of one prediction."""
+        """Return the seconds of one prediction."""
         _wait_for(self.x.device)
         start = time.perf_counter()
         self.net.predict(self.x, seed=0)
@@ -102,15 +102,15 @@ class Prediction:
 
 
 def _times(once: float) -> int:
-    """How often something is done so that it can be timed."""
+    """Return how many repetitions are needed to time something."""
     return max(1, min(MOST, math.ceil(SHORT / max(once, 1e-6))))
 
 
 class TrainingStep:
-    """A step of training on a batch `(x, y)`, to be measured.
+    """A training step on a batch `(x, y)`, to be measured.
 
-    `how` gives the arguments of `fit` for a network. A copy is trained, for one epoch and at a learning rate of 0:
-    `net` is not changed, and no loss becomes infinite for the lack of a warm-up.
+    `how` returns the arguments of `fit` for a network. A copy is trained for one epoch at a learning rate of 0, so
+    `net` does not change and the loss cannot diverge without a warm-up.
     """
 
     def __init__(self, net: Multitude, x: Tensor, y: Tensor, how: Callable[[Multitude], Mapping[str, Any]]) -> None:
@@ -120,13 +120,13 @@ class TrainingStep:
         self.steps = 0
 
     def peak_bytes(self) -> int:
-        """Of the network's tensors, gradients, the optimizer's state and all other tensors that are alive at once."""
+        """Return the peak memory of parameters, buffers, gradients, optimizer state and all other live tensors."""
         own = sum(tensor.nbytes for tensor in [*self.net.parameters(), *self.net.buffers()])
         if self.device.type != "cuda":
             with Meter() as meter:
                 self._fit(1)
             return own + meter.peak
-        self._fit(1)  # what comes once: workspaces of CUDA's libraries, the timing of the runners
+        self._fit(1)  # one-time allocations: CUDA workspaces, timing of the runners
         _wait_for(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -134,7 +134,7 @@ class TrainingStep:
         return own + torch.cuda.max_memory_allocated(self.device) - before
 
     def seconds(self) -> float:
-        """Of one step: the mean over as many as can be timed, the first one left out."""
+        """Return the mean seconds per step, excluding the first one."""
         if not self.steps:
             self.steps = _times(self._timed(1))
         return self._timed(self.steps)
@@ -149,7 +149,7 @@ class TrainingStep:
 
 
 class _Clock:
-    """When the first step of `fit` was done, and when the last."""
+    """Record when the first and the last step of `fit` ended."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.first, self.last = device, 0.0, 0.0
@@ -168,23 +168,23 @@ def _wait_for(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A time as a multiple of another's: the median over rounds, and the quartiles."""
+    """A time as a multiple of another: the median over rounds, and the quartiles."""
 
     ratio: float
     low: float
     high: float
     seconds: float
-    """The median of the time itself."""
+    """Median of the time itself."""
 
     def times(self, factor: float) -> Ratio:
-        """The ratios of what is done so many times more often than the other."""
+        """Scale the ratios by a factor."""
         return replace(self, ratio=factor * self.ratio, low=factor * self.low, high=factor * self.high)
 
 
 def in_turns(
     timed: Mapping[str, Callable[[], float]], base: str, rounds: int = ROUNDS, limit: float = LIMIT
 ) -> dict[str, Ratio]:
-    """Time each in turn, round after round; `base` is what the others are multiples of.
+    """Time each function in turn, round after round, and return its ratio to `base`.
 
     >>> in_turns({"one": lambda: 0.5, "two": lambda: 1.0}, "one")["two"]
     Ratio(ratio=2.0, low=2.0, high=2.0, seconds=1.0)
@@ -206,15 +206,15 @@ def _ratio(ratios: list[float], seconds: list[float]) -> Ratio:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the costs were measured on."""
+    """Describe the machine."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     about = {"system": platform.system(), "cpus": os.cpu_count(), "threads": torch.get_num_threads()}
     return {"device": str(device), "name": name, **about}
 
 
 def versions() -> dict[str, str]:
-    """Of what they were measured with."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}  # with its build, unlike metadata
+    """Return the versions of Python and packages."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}  # includes the build, unlike metadata
     for package in ("multitudes", "torchmetrics", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -224,9 +224,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, with a + where code was changed since; None outside of a checkout.
+    """Return the commit of the running code, with a + if it was modified; None outside of a checkout.
 
-    `MULTITUDES_COMMIT` overrides it, for machines that the code was copied to.
+    `MULTITUDES_COMMIT` overrides it, for machines to which the code was copied.
     """
     if given := os.environ.get("MULTITUDES_COMMIT"):
         return given
@@ -236,20 +236,20 @@ def commit() -> str | None:
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
     try:
-        git("ls-files", "--error-unmatch", name)  # not a repository in which the library is only installed
+        git("ls-files", "--error-unmatch", name)  # fails in a repository that merely has the library installed
         changed = git("status", "--porcelain", ":/src", ":/recipes")
         return git("rev-parse", "--short=10", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-# -- of a study --------------------------------------------------------------------------------------------
+# -- times of a study --------------------------------------------------------------------------------------
 
 
 def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -> dict[str, Any] | None:
-    """The times of all methods of a run that have a job done, of its first seed; None where nothing is done.
+    """Time all methods with a finished job, on their first seed; None if nothing is done.
 
-    Training is timed on a method's network as it is before training, prediction as it is after.
+    Training is timed on the untrained network, prediction on the trained one.
     """
     jobs = _assignments(run.done)
     if not jobs:
@@ -266,7 +266,7 @@ def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -
         training = {
             label: TrainingStep(job.built(network), *batch, job.arguments).seconds for label, job in jobs.items()
         }
-        if not alone:  # what the others are multiples of
+        if not alone:  # the base of the ratios
             predicting[alone] = base.seconds
             training[alone] = TrainingStep(single, *batch, some.of_single.arguments).seconds
         tiny = _tiny(base)
@@ -288,7 +288,7 @@ def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -
 
 
 def _assignments(jobs: list[Job]) -> dict[str, Assignment]:
-    """Of each method's first job, with the data read once."""
+    """Return the assignment of each method's first job, reading shared data once."""
     found: dict[str, Assignment] = {}
     for job in jobs:
         if job.label not in found:
@@ -305,7 +305,7 @@ def _trained(job: Assignment) -> Any:
 
 
 def _batch(job: Assignment, single: Any) -> tuple[Tensor, Tensor]:
-    """A batch of the training, or fewer rows where its step takes long."""
+    """Return a training batch, with fewer rows if a step takes long."""
     x, y = next(iter(job.loader))
     while len(x) > FEWEST_ROWS and TrainingStep(single, x, y, job.arguments).seconds() > LONG:
         x, y = x[: len(x) // 2], y[: len(x) // 2]
@@ -313,7 +313,7 @@ def _batch(job: Assignment, single: Any) -> tuple[Tensor, Tensor]:
 
 
 def _tiny(base: Prediction) -> bool:
-    """Whether calling the network takes most of the time, rather than computing it."""
+    """Return whether call overhead dominates the network's run time."""
     if base.batch < SMALL:
         return False
     small = Prediction(base.net, base.x, max(1, base.batch // SMALL))

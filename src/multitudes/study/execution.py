@@ -1,8 +1,8 @@
-"""Run the jobs of a study, on this machine or on a Ray cluster, in a driver process that this one watches.
+"""Run the jobs of a study, locally or on a Ray cluster, in a driver process that this process monitors.
 
-`local_driver` forks itself for each job, and must not have computed anything before. `ray_driver` gives the jobs to
-Ray, which can wait without end for a cluster, and ends its whole process when it loses one. A driver reads its request
-from stdin and reports on stdout, a JSON object a line. It ends its jobs when it is asked to end (SIGTERM).
+`local_driver` forks for each job, so it must not have run any computation before. `ray_driver` submits jobs to Ray,
+which can block forever and kills its process when it loses the cluster. A driver reads its request from stdin and
+reports on stdout, one JSON object per line. On SIGTERM it stops its jobs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from multitudes.study.store import Run
 LOCAL, RAY = "multitudes.study.local_driver", "multitudes.study.ray_driver"
 LINUX = sys.platform.startswith("linux")
 GRACE = 10.0
-"""Seconds that a job has, once it is asked to end, to save its training."""
+"""Seconds for a job to save its training when it is stopped."""
 PATIENCE = 30.0
-"""Seconds that a cluster has to answer, and to find a place for a job."""
+"""Seconds for a cluster to answer, and to place a job."""
 SILENCE = 90.0
-"""Seconds without a message after which a cluster is lost."""
+"""Seconds without a message after which a cluster counts as lost."""
 RETRIES = 3
-"""How many times a cluster starts a job again whose worker is lost."""
+"""How often a cluster restarts a job whose worker was lost."""
 TRIES = 3
-"""How many times the local driver is started where it is killed."""
+"""How often the local driver is started if it gets killed."""
 
 Tell = Callable[..., None]
 
@@ -48,12 +48,11 @@ def run_local(
     command: Sequence[str] | None = None,
     on_event: Callable[[Snapshot], None] | None = None,
 ) -> Outcome:
-    """Run the missing jobs of a prepared run, each in a process of its own, `workers` at a time.
+    """Run the missing jobs of a prepared run, each in its own process, `workers` at a time.
 
-    By default there are as many workers as CPU cores, each with one thread, or one for each GPU. A job that fails stops
-    no other. `on_event` gets a snapshot a few times a second. Ctrl-C, or a request to end, stops the jobs, which save
-    their training, and raises `Interrupted`. `command` is what runs a job, with its directory added, in place of the
-    package's own worker.
+    The default is one single-threaded worker per CPU core, or one per GPU. A failed job does not stop the others.
+    `on_event` gets a snapshot a few times a second. Ctrl-C or SIGTERM stops the jobs, which save their training, and
+    raises `Interrupted`. `command` replaces the package's own worker; the job's directory is appended to it.
     """
     if workers is not None:
         check_count("workers", workers)
@@ -84,22 +83,22 @@ def run_cluster(
 ) -> Outcome:
     """Run the missing jobs of a prepared run on a Ray cluster: `"auto"`, `"local"` or an address.
 
-    A task takes `cpus` of a node's cores and `gpus` of its GPUs: a fraction such as 0.25 puts four jobs on one; by
-    default one where there are any, unless the study is for the CPU. A task whose worker or node dies is started again,
-    three times at most; a job that fails by itself is not. A cluster that does not answer for 30 seconds, or is
-    lost, is a ValueError; what is done stays done. The rest is as with `run_local`.
+    A task takes `cpus` cores and `gpus` GPUs of a node; 0.25 puts four jobs on one GPU. The default is one GPU if there
+    are any, unless the study is for the CPU. A task whose worker or node dies is retried up to three times; a job that
+    fails by itself is not. Raises ValueError if the cluster does not answer for 30 seconds or is lost; finished jobs
+    are kept. Otherwise like `run_local`.
     """
     check_number("cpus", cpus, 0, above=True)
     if gpus is not None:
         check_number("gpus", gpus, 0)
     ray = sys.modules.get("ray")
-    if address == "auto" and ray is not None and ray.is_initialized():  # the cluster that this process is in
+    if address == "auto" and ray is not None and ray.is_initialized():  # this process's own cluster
         address = str(ray.get_runtime_context().gcs_address)
     request = {
         "directory": str(run.directory.resolve()), "address": address, "device": run.spec["device"], "cpus": cpus,
         "gpus": gpus, "retries": RETRIES, "command": command, "patience": PATIENCE,
     }  # fmt: skip
-    # A driver whose head is gone waits a minute before it ends itself.
+    # By default a driver whose head node is gone waits a minute before it exits.
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
     with run.locked(), _stoppable():
         monitor = Monitor(run, on_event)
@@ -116,7 +115,7 @@ def run_cluster(
 
 
 def _follow(driver: Driver, run: Run, monitor: Monitor, silence: float = threading.TIMEOUT_MAX) -> None:
-    """Tell the monitor what a driver reports, until it has finished."""
+    """Forward a driver's messages to the monitor until it has finished."""
     try:
         for message in driver.messages(silence):
             if "error" in message:
@@ -134,7 +133,7 @@ def _follow(driver: Driver, run: Run, monitor: Monitor, silence: float = threadi
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Inside, a request to end (SIGTERM) is a KeyboardInterrupt, so that the jobs are stopped first."""
+    """Turn SIGTERM into a KeyboardInterrupt inside the context, so that jobs are stopped first."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -150,7 +149,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Check that a process listens at an address; Ray itself would try for minutes."""
+    """Raise if nothing listens at an address; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon:
         return
@@ -166,14 +165,14 @@ def _probe(address: str) -> None:
 
 
 class LostError(Exception):
-    """A driver ended, or fell silent, before it had finished."""
+    """Raised when a driver exits or stops responding before it has finished."""
 
 
 class Driver:
-    """A process that runs jobs. On Linux it ends when this process does, even if that is killed."""
+    """A process that runs jobs. On Linux it ends with this process, even if that is killed."""
 
     def __init__(self, module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", module], stdin=pipe, stdout=pipe, stderr=self.errors,
@@ -186,9 +185,9 @@ class Driver:
             self.input.flush()
 
     def messages(self, silence: float = threading.TIMEOUT_MAX) -> Iterator[dict[str, Any]]:
-        """Yield its messages until it has finished; it is killed where it sends none for `silence` seconds.
+        """Yield messages until the driver has finished; kill it after `silence` seconds without one.
 
-        A message may ask for less patience with the next one, `{"patience": 30.0}`.
+        A message `{"patience": 30.0}` sets a shorter limit for the next one.
         """
         limit = silence
         while True:
@@ -199,7 +198,7 @@ class Driver:
                 line = self.output.readline()
             finally:
                 clock.cancel()
-            if not line.endswith("\n"):  # nothing, or the beginning of a line
+            if not line.endswith("\n"):  # end of file, or an incomplete line
                 silent = time.monotonic() - asked >= limit
                 raise LostError("does not answer" if silent else f"was lost ({self._how_it_ended()})")
             message = json.loads(line)
@@ -211,20 +210,20 @@ class Driver:
             yield message
 
     def _how_it_ended(self) -> str:
-        """Its exit code, and the last line that it printed."""
+        """Return the exit code and the last printed line."""
         code = self.process.wait()
         self.errors.seek(0)
         last = last_line(self.errors.read().decode(errors="replace"))
         return f"its driver ended with code {code}" + (f": {last}" if last else "")
 
     def stop(self) -> None:
-        """Have it collect what the jobs have saved, and end."""
+        """Ask the driver to collect saved training and exit."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(2 * GRACE)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the driver."""
         self.process.kill()
         self.process.wait()
         for file in (self.input, self.output, self.errors):
@@ -238,7 +237,7 @@ def last_line(text: str) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent ends, however that ends; exit if it has ended already."""
+    """Make Linux kill this process when its parent ends; exit if it already has."""
     if LINUX:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:
@@ -246,8 +245,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def conversation() -> tuple[dict[str, Any], Tell]:
-    """In a driver: what the study asks for, and how to report to it; what libraries print goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the study passes it on
+    """Read the study's request in a driver, and return it with a function that reports to the study.
+
+    Redirects what libraries print to stderr.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the study forwards it
     reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -263,19 +265,19 @@ def conversation() -> tuple[dict[str, Any], Tell]:
 
 
 def cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(count: float) -> dict[str, str]:
-    """Return the environment of a job that computes with so many threads, rounded down."""
+    """Return the environment that limits a job to this many threads, rounded down."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(count))))
 
 
 def _slots(device: str, workers: int | None) -> list[dict[str, str]]:
-    """The environment of each worker: its threads, so that workers do not compete for cores, and its GPU.
+    """Return the environment of each worker: its GPU and its share of threads, so workers do not compete for cores.
 
-    The threads do not depend on how many jobs there are, so that a job that is run again computes the same.
+    Threads do not depend on the number of jobs, so that a rerun job computes the same result.
     """
     gpus = [] if device == "cpu" else _gpus()
     if device == "cuda" and not gpus:

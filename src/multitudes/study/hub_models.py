@@ -1,8 +1,8 @@
-"""Hugging Face models as networks of a study: `hf:FOLDER`, `hf:FOLDER/config.json`, or `hf:NAME` of the local cache.
+"""Hugging Face models as networks of a study: `hf:FOLDER`, `hf:FOLDER/config.json`, or `hf:NAME` in the local cache.
 
-A model is built by transformers from its configuration, which the jobs keep, and where its folder has weights, from
-those: in safetensors alone, since other files hold code. Nothing is downloaded, and no code of a folder is run. Output
-layers are always drawn anew, from torch's random state.
+transformers builds the model from its configuration, which is saved with the jobs. Weights are loaded only from
+safetensors, since other formats can contain code. Nothing is downloaded and no code from the folder runs. Output layers
+are always reinitialised from torch's random state.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from multitudes.surgery.initialise import redraw
 PREFIX = "hf:"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-"""Files of weights that are not read."""
+"""Weight files that are not loaded."""
 AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification"}
 MAPPINGS = {
     "text": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
 OFFSET = ("roberta", "camembert", "xmod", "longformer", "data2vec-text", "ibert", "mpnet", "esm")
-"""Whose positions are counted from the padding's number on, by a word in the type of the model."""
+"""Model types whose positions start after the padding index; matched as substrings."""
 PIXEL = 1 / 255
 REACHING = ("auto_map", "attn_implementation", "experts_implementation", "use_pretrained_backbone", "use_kernels")
-"""Keys of a configuration by which transformers may load code or weights from the hub."""
+"""Configuration keys that can make transformers load code or weights from the hub."""
 ELSEWHERE = ("id2label", "label2id", "num_labels", "dtype", "torch_dtype", "problem_type", "_name_or_path")
-"""Keys of a configuration that the study decides."""
+"""Configuration keys set by the study."""
 
 
 def is_hub(name: str | None) -> bool:
-    """Whether a model's name is that of a Hugging Face model."""
+    """Return whether a name refers to a Hugging Face model."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """What a name stands for: its configuration, and where its weights are, if it has any."""
+    """A Hugging Face model: its configuration, and its weight files if any."""
 
     name: str
     folder: Path
@@ -59,7 +59,7 @@ class HubModel:
 
     @classmethod
     def read(cls, name: str) -> HubModel:
-        """The model of a name; a sentence where there is none."""
+        """Read the model with this name; raise ValueError if it does not exist."""
         place = local_place(name.removeprefix(PREFIX), "model")
         file = place / "config.json" if place.is_dir() else place
         try:
@@ -71,12 +71,12 @@ class HubModel:
         if "quantization_config" in config:
             raise ValueError(f"model {name!r} is quantized, and such weights cannot be trained: take the whole ones")
         found = cls(name, file.parent, config, _weights(name, place) if place.is_dir() else ())
-        found.kind  # noqa: B018  # now: a sentence where it is none for texts or images
+        found.kind  # noqa: B018  # fail early if it is not for texts or images
         return found
 
     @cached_property
     def kind(self) -> str:
-        """The kind of data that it is for: text or image."""
+        """Kind of data it takes: text or image."""
         auto = needed("transformers.models.auto.modeling_auto", "huggingface", f"the model {self.name!r}")
         known = self.config["model_type"]
         found = [kind for kind, mapping in MAPPINGS.items() if known in getattr(auto, mapping)]
@@ -89,12 +89,12 @@ class HubModel:
 
     @property
     def pretrained(self) -> bool:
-        """Whether it starts from weights."""
+        """True if it starts from pretrained weights."""
         return bool(self.weights)
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a text that it takes; None where it has no limit."""
+        """Maximum tokens per text; None if unlimited."""
         limits = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
         limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
         if limit is None:
@@ -108,7 +108,7 @@ class HubModel:
 
     @cached_property
     def _preprocessor(self) -> dict[str, Any]:
-        """How its images were prepared, where that is said and is what a study can do."""
+        """Image preprocessing of the pretrained model; empty if there is none."""
         file = self.folder / "preprocessor_config.json"
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if self.pretrained and file.is_file() else {}
@@ -118,13 +118,13 @@ class HubModel:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width of its images, where they are told."""
+        """Image height and width, if specified."""
         own = _sides(self.config.get("image_size"))
         return own or _sides(self._preprocessor.get("crop_size")) or _sides(self._preprocessor.get("size"))
 
     @property
     def pixels(self) -> tuple[list[float], list[float]] | None:
-        """The mean and the deviation of each channel that its weights were trained with, of pixels from 0 to 1."""
+        """Per-channel mean and standard deviation used in pretraining, for pixels in 0 to 1."""
         how = self._preprocessor
         mean, std = how.get("image_mean"), how.get("image_std")
         usual = how.get("do_normalize", True) and abs(how.get("rescale_factor", PIXEL) - PIXEL) < 1e-6
@@ -135,7 +135,7 @@ class HubModel:
     # -- for jobs ----------------------------------------------------------------------------------------
 
     def plain(self, settings: Mapping[str, Any], padding: int | None) -> dict[str, Any]:
-        """All that a job needs to build it, for JSON; `padding` fills texts where it has no number for that."""
+        """Return everything a job needs to build it, as JSON; `padding` is the pad token if the model has none."""
         own = _plain_config(self.config)
         for key, value in settings.items():
             if key not in own:
@@ -152,7 +152,7 @@ class HubModel:
 
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration, and those inside it, without what the study decides, and without what would reach the hub."""
+    """Copy a configuration recursively, without keys set by the study or keys that could reach the hub."""
     left_out = {*ELSEWHERE, *REACHING, *(f"_{key}" for key in REACHING), *(f"_{key}_internal" for key in REACHING)}
     return {
         key: _plain_config(value) if isinstance(value, Mapping) else value
@@ -170,7 +170,7 @@ def _sides(value: Any) -> tuple[int, int] | None:
 
 
 def _weights(name: str, folder: Path) -> tuple[Path, ...]:
-    """The files of weights of a folder, none where it has none; an error where they are not in safetensors."""
+    """Return a folder's weight files, possibly none; raise if they are not in safetensors."""
     if any((folder / file).is_file() for file in WEIGHTS):
         return tuple(sorted(folder.glob("*.safetensors")))
     unread = sorted(path.name for pattern in UNREAD for path in folder.glob(pattern))
@@ -182,14 +182,14 @@ def _weights(name: str, folder: Path) -> tuple[Path, ...]:
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """A SHA-256 of the weights."""
+    """Return a SHA-256 of the weights."""
     stats = [(file, file.stat()) for file in files]
     return _digest_of(tuple((file, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats))
 
 
 @cache
 def _digest_of(files: tuple[tuple[Path, int, int, int], ...]) -> str:
-    """Computed once in a process, while the files stay as they are: they may be large."""
+    """Compute the digest once per process while the files are unchanged: they may be large."""
     whole = hashlib.sha256()
     for file, *_ in files:
         with file.open("rb") as content:
@@ -201,7 +201,7 @@ def _digest_of(files: tuple[tuple[Path, int, int, int], ...]) -> str:
 
 
 def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """The network that `HubModel.plain` describes, in training mode: with its weights where these are named."""
+    """Build the network that `HubModel.plain` describes, in training mode, with its weights if it names any."""
     name, kind, config = model["name"], model["kind"], _plain_config(model["config"])
     transformers = needed("transformers", "huggingface", f"the model {name!r}")
     if kind == "image":

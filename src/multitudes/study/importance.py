@@ -1,7 +1,7 @@
-"""How much each column of a table matters to a network: its errors and its uncertainty when the column is shuffled.
+"""Permutation importance: how errors and uncertainty change when a column of a table is shuffled.
 
-Breiman, *Random Forests* (2001), for errors: the values of one column, with all features that are made of them, are
-permuted among test rows. Columns that hold the same stand in for each other, so that each seems to matter less.
+Breiman, *Random Forests* (2001), for errors: permute one column, with all features made from it, among test rows.
+Redundant columns replace each other, so each one appears less important.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from multitudes.study.trained import Trained
 
 NAME = "importance.json"
 MOST_ROWS = 1000
-"""Test rows that are predicted again for each column."""
+"""Maximum number of test rows to predict for each column."""
 MOST_PREDICTIONS = 50_000
-"""Rows that are predicted in all for one shuffling of every column: of many columns, fewer test rows are used."""
+"""Maximum number of rows to predict when every column is shuffled once; many columns mean fewer test rows."""
 FEWEST_ROWS = 100
 REPEATS = 3
 SEED = 0
 LIMIT = 15.0
-"""Seconds after which no further shuffling is begun."""
+"""Seconds after which no new repeat starts."""
 
 
 def measure_importance(run: Run) -> dict[str, Any]:
-    """Of the best method of a run and of the single network, each of its first job; empty where it is no table."""
+    """Measure importance for the first job of the best method and of the single network; empty without a table."""
     rows = [row for row in leaderboard(run, run.spec.get("by")) if not row.baseline]
     chosen = {row.name: row for row in (*rows[:1], *(row for row in rows if row.method == "single"))}
     methods = {}
@@ -52,10 +52,10 @@ def measure_importance(run: Run) -> dict[str, Any]:
 
 
 def importance(net: Any, data: Data) -> dict[str, Any]:
-    """What a network's score and uncertainty on test rows are, and by how much shuffling each column changes them.
+    """Return a network's score and uncertainty on test rows, and how much shuffling each column changes them.
 
-    `{"rows": n, "base": [score, uncertainty], "columns": {name: {"score": [...], "uncertainty": [...]}}}`, with a
-    number for each repeat. A column matters the more, the more accuracy falls or RMSE rises: both are positive.
+    `{"rows": n, "base": [score, uncertainty], "columns": {name: {"score": [...], "uncertainty": [...]}}}`, with one
+    number per repeat. Changes are positive where accuracy falls or RMSE rises.
     """
     features = data.encoder.features
     ends = list(accumulate(len(feature.names) for feature in features))
@@ -82,7 +82,7 @@ def importance(net: Any, data: Data) -> dict[str, Any]:
 
 
 def in_a_sentence(table: Mapping[str, Any]) -> str:
-    """The columns that matter most to the best method; empty where nothing was measured, or nothing matters.
+    """List the columns that matter most to the best method; empty if nothing was measured or nothing matters.
 
     >>> columns = {"age": {"score": [0.4, 0.6]}, "id": {"score": [-0.01, 0.0]}}
     >>> in_a_sentence({"score": "rmse", "methods": {"packed": {"columns": columns}}})
@@ -99,7 +99,7 @@ def in_a_sentence(table: Mapping[str, Any]) -> str:
 
 
 def _measured(net: Any, data: Data, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """The score and the mean uncertainty of rows; numbers in their own units."""
+    """Return the score and the mean uncertainty of rows; in the target's units for regression."""
     batches = Batches(data, x, device=torch.device("cpu"))
     p = Predictive.concat(each for each, _ in predictions(net, batches, False, seed=SEED))
     if data.classes:

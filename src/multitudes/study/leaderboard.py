@@ -1,7 +1,7 @@
-"""What a study found out: a row for each method, the best first, and for each that predicts without a network.
+"""The results of a study as rows, best first: one per method, and one per baseline without a network.
 
-A number is the mean over seeds, with its standard deviation. Methods are *level* where their difference may be chance,
-by an interval of 95 % over seeds and test rows (`paired.py`).
+Numbers are means over seeds with their standard deviation. Methods are *level* if their difference may be chance, by a
+95 % interval over seeds and test rows (`paired.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COSTS = ("parameters", "multiply_adds", "training_seconds", "peak_memory_bytes",
 
 
 def better(name: str) -> Better:
-    """Which values of a score or cost are better: scores as their metrics declare it.
+    """Return which values of a score or cost are better; for scores, as their metrics declare it.
 
     >>> [better(name).name for name in ("accuracy", "shift/fog/3/nll", "overconfidence", "disagreement")]
     ['HIGHER', 'LOWER', 'ZERO', 'NEITHER']
@@ -31,7 +31,7 @@ def better(name: str) -> Better:
 
 
 def leaderboard(run: Run, by: str | None = None) -> list[Row]:
-    """A row for each method that has a job done and for each baseline, the best first, by a score of `Targets.by`."""
+    """Return a row per finished method and per baseline, best first by a score from `Targets.by`."""
     methods: dict[str, list[Job]] = {}
     for job in run.done:
         methods.setdefault(job.label, []).append(job)
@@ -52,38 +52,38 @@ def leaderboard(run: Run, by: str | None = None) -> list[Row]:
 
 
 def score_to_rank_by(rows: Sequence[Row], by: str | None) -> str:
-    """The score of a name that rows have, or the default one, which is a proper score."""
+    """Return the score to rank by: `by`, or a default proper score."""
     task = "regression" if any({"rmse", "log_density"} & row.values.keys() for row in rows) else "classification"
     return known_score(task, by)
 
 
 def _common(tables: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names that all tables have."""
+    """Return the names that all tables have."""
     return [name for name in tables[0] if all(name in table for table in tables)]
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """Scores and costs, with their counts. What is NaN, and so null, is left out."""
+    """Return scores and costs with their counts, without null (NaN) values."""
     scores = {name: (score["value"], score["count"]) for name, score in metrics["scores"].items()}
     costs = {f"costs/{name}": (value, 0) for name, value in metrics["costs"].items()}
     return {name: (float(value), count) for name, (value, count) in (scores | costs).items() if value is not None}
 
 
 def _value(each: Sequence[tuple[float, int]], folded: bool) -> Value:
-    """From numbers and their counts, which are of other test rows where they are of folds."""
+    """Build a value from numbers and counts; folds have disjoint test rows, so their counts add up."""
     values, counts = zip(*each, strict=True)
     return Value(values, sum(counts) if folded else counts[0])
 
 
 def _overlap(run: Run) -> float:
-    """How many test rows a fold has for each row that is not tested."""
+    """Return the number of test rows in a fold per remaining row; 0 without folds."""
     parts = (run.about or {}).get("parts") or {}
     rest = parts.get("train", 0) + parts.get("validation", 0)
     return float(parts.get("test", 0) / rest) if run.folds and rest else 0.0
 
 
 def _baselines(run: Run, folds: tuple[int, ...], overlap: float) -> list[Row]:
-    """The rows of what predicts without a network: those that every fold has."""
+    """Return the rows of baselines that every fold has."""
     np = needed("numpy", "study", "a leaderboard")
     table = run.baselines or {}
     tables = table.get("folds") or [table.get("baselines") or {}]
@@ -103,13 +103,13 @@ def _baselines(run: Run, folds: tuple[int, ...], overlap: float) -> list[Row]:
 
 
 def _examples(jobs: Sequence[Job], folded: bool) -> Mapping[str, Any]:
-    """What each test row adds to a score, `[seeds, N]` by name; of scores before calibration, by `raw/NAME`."""
+    """Return per-row scores `[seeds, N]` by name; `raw/NAME` is before calibration."""
     np = needed("numpy", "study", "a leaderboard")
     every = [job.predictions for job in jobs]
     found = [
         {name.replace("rows/", ""): one[name].astype("float64") for name in one if "rows/" in name} for one in every
     ]
-    if folded:  # other rows in each: all of them are one long test part
+    if folded:  # disjoint test rows: concatenate them into one long test part
         return {name: np.concatenate([one[name] for one in found])[None] for name in _common(found)}
     alike = [name for name in _common(found) if len({len(one[name]) for one in found}) == 1]
     return {name: np.stack([one[name] for one in found]) for name in alike}
@@ -119,7 +119,7 @@ def _examples(jobs: Sequence[Job], folded: bool) -> Mapping[str, Any]:
 
 
 def best(rows: Sequence[Row], name: str) -> Row | None:
-    """The row with the best mean of a score or cost; None where there is none, or no better or worse."""
+    """Return the row with the best mean of a score or cost; None if no row has it or no direction is better."""
     known = [row for row in rows if math.isfinite(row[name])]
     if not known or better(name) is Better.NEITHER:
         return None
@@ -127,7 +127,7 @@ def best(rows: Sequence[Row], name: str) -> Row | None:
 
 
 def level_with_best(rows: Sequence[Row], name: str) -> list[Row]:
-    """The methods whose difference from the best one in a score may be chance, the best first; no baselines."""
+    """Return the methods that may equal the best one in a score, best first, without baselines."""
     methods = [row for row in rows if not row.baseline]
     top = best(methods, name)
     if top is None:

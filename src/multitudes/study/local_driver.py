@@ -1,8 +1,8 @@
-"""The driver of jobs on this machine: a process forked for each, which so starts in milliseconds.
+"""The driver that runs jobs on this machine. Each job is a forked process, which starts in milliseconds.
 
     python -m multitudes.study.local_driver
 
-Elsewhere than on Linux a process is started anew for each job.
+Other systems than Linux spawn a fresh process per job.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from multitudes.study.monitor import JobProgress
 from multitudes.study.store import Job, failure_in
 
 PRELOADED = ("multitudes.study.worker", "safetensors.torch", "sklearn.datasets", "torch.profiler", "PIL.Image")
-"""What jobs import, or some of them, as far as it is installed. It must not start a GPU, or threads that forks lose."""
+"""Imports that jobs need, preloaded if installed. They must not initialise a GPU or start threads: forks lose those."""
 OUTPUT = "output.txt"
-"""The file in a job's directory with what it prints."""
+"""File in a job's directory for its output."""
 HELD = (signal.SIGINT, signal.SIGTERM)
 SET_NAME = 15
-"""An option of Linux's prctl."""
+"""prctl option of Linux that sets the process name."""
 _PROCESSES: Any = multiprocessing.get_context("fork" if LINUX else "spawn")
 
 
 def main() -> None:
-    """Run the jobs that stdin asks for."""
+    """Run the jobs listed on stdin."""
     request, tell = conversation()
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
@@ -42,7 +42,7 @@ def main() -> None:
         for name in PRELOADED:
             with suppress(ImportError):  # a job that needs it will report it
                 importlib.import_module(name)
-        gc.freeze()  # pages that are never collected stay shared with the jobs
+        gc.freeze()  # keep these pages shared with the jobs
     _run([Job(each) for each in request["jobs"]], request["slots"], request["command"], tell, stopped)
     tell(finished=True)
 
@@ -50,7 +50,7 @@ def main() -> None:
 def _run(
     waiting: list[Job], slots: list[dict[str, str]], command: Sequence[str] | None, tell: Tell, stopped: list[bool]
 ) -> None:
-    """Run as many jobs at a time as there are slots, each in the environment of its slot."""
+    """Run as many jobs at a time as there are slots, each in its slot's environment."""
     running: dict[int, JobProcess] = {}
     while (waiting or running) and not stopped:
         tell(running=[asdict(each.progress) for each in running.values()])
@@ -73,17 +73,17 @@ def _run(
 
 
 class JobProcess:
-    """A process that runs a job, and how far it is; what it prints goes to `output.txt` in the job's directory.
+    """A process that runs a job and tracks its progress; its output goes to `output.txt` in the job's directory.
 
-    On Linux it ends when this process does, even if that is killed. Elsewhere it may run to its end, which does no
-    harm: a job writes the same files however often it is run. One that is killed by a signal is started again, with the
-    checkpoint that it has left, `TRIES` times in all.
+    On Linux it ends with this process, even if that is killed. On other systems it may run to its end. That is
+    harmless: a repeated job writes the same files. A job killed by a signal is restarted from its checkpoint, up to
+    `TRIES` starts in all.
     """
 
     def __init__(self, job: Job, environment: Mapping[str, str], command: Sequence[str] | None) -> None:
         self.job, self.progress = job, JobProgress(job.name)
         self.reason = ""
-        """Why it failed, once it has ended without results."""
+        """Reason of the failure, if it ended without results."""
         self.tries, self._begun = 0, time.monotonic()
         self._arguments = (str(job.directory), environment, command, os.getpid())
         self._output = job.directory / OUTPUT
@@ -94,15 +94,15 @@ class JobProcess:
         _, self._read = self.job.events()
         self._output.write_bytes(b"")
         if os.name == "posix":
-            signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # until the job has handlers of its own
+            signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # until the job installs its own handlers
         self.process = _PROCESSES.Process(target=_become, args=self._arguments)
         self.process.start()
         if os.name == "posix":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
     def ended(self) -> bool:
-        """Read its log up to now; return whether it has ended, for good."""
-        code = self.process.exitcode  # before the log is read, so that no event is missed
+        """Read new events from its log; return True once it has ended for good."""
+        code = self.process.exitcode  # before reading the log, so that no event is missed
         events, self._read = self.job.events(self._read)
         for event in [{}, *events]:
             self.progress = self.progress.after(event, time.monotonic() - self._begun)
@@ -118,7 +118,7 @@ class JobProcess:
         return True
 
     def _how_it_ended(self, code: int) -> str:
-        """Its exit code, and the last line that it printed."""
+        """Describe the exit code and the last printed line."""
         last = last_line(self._output.read_text(errors="replace"))
         killed = f"it was killed by {signal.Signals(-code).name} {self.tries} times" if code < 0 else ""
         if code == -signal.SIGKILL and not last:
@@ -128,7 +128,7 @@ class JobProcess:
 
 
 def _become(directory: str, environment: Mapping[str, str], command: Sequence[str] | None, driver: int) -> None:
-    """In a new process: run the job, as `python -m multitudes.study.worker` would in this environment."""
+    """Run the job in a new process, as `python -m multitudes.study.worker` would in this environment."""
     end_with_parent(driver)
     if LINUX:
         ctypes.CDLL(None).prctl(SET_NAME, os.path.basename(directory).encode()[:15])

@@ -1,4 +1,4 @@
-"""What is measured of a trained network: it is calibrated on the validation part, and scored on the test part."""
+"""Calibrate a trained network on the validation part, and score it on the test part."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from multitudes.metrics.regression_inputs import read_forecasts
 from multitudes.study.assignment import Batches
 
 SAVED_MEMBERS = 16
-"""The most members or draws whose predictions are saved."""
+"""Maximum number of members or draws whose predictions are saved."""
 GROUPS = 64
-"""The most groups of members or draws that the scores of a size are taken over."""
+"""Maximum number of member groups per size in the scores by ensemble size."""
 EVALUATION_SEED = 0
-"""Of all jobs alike, so that they see the same shifted images."""
+"""Seed for all jobs, so that they get the same shifted images."""
 MOST_CLASSES = 200
-"""For which each class is ranked against all others."""
+"""Maximum number of classes for the one-versus-rest AUROC."""
 LEVELS = (*(0.05 * step for step in range(1, 20)), 0.99)
-"""Of the intervals whose reach is kept, for the page."""
+"""Interval levels whose width is saved for the page."""
 
 Options = Mapping[str, Any]
-"""The table `evaluation` of a job's configuration."""
+"""Table `evaluation` of a job's configuration."""
 
 
 # -- calibration -------------------------------------------------------------------------------------------
 
 
 def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
-    """The network calibrated on the validation part: a temperature, or a factor of variances and conformal scores.
+    """Calibrate the network on the validation part: a temperature, or a variance factor and conformal scores.
 
-    A scaling is kept where cross-fitting shows that it helps: of classes by more than a standard error, since the best
-    temperature of few rows is chance; of numbers at all, since too narrow intervals do more harm than too wide ones.
+    A scaling is kept only if cross-fitting shows that it helps. For classes it must help by more than a standard error,
+    since the best temperature on few rows is noise. For regression any gain counts: intervals that are too narrow do
+    more harm than ones that are too wide.
 
-    Intervals of numbers are conformal wherever there are `FEWEST` rows. The same rows give the factor and the scores,
-    and yet the guarantee holds: scores are errors over predicted deviations, so that the factor cancels.
+    Regression intervals are conformal if there are at least `FEWEST` rows. The same rows fit the factor and the scores,
+    and the guarantee still holds: scores are errors over predicted deviations, so the factor cancels.
     """
     rows = len(data.validation)
     if not options.get("calibrate", True) or rows < FEWEST:
@@ -72,9 +73,9 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
 
 @dataclass(frozen=True)
 class Measured:
-    """All scores, those by size of the ensemble, and the predictions as arrays.
+    """All scores, scores by ensemble size, and the predictions as arrays.
 
-    Scores are those of the network as it is used; those before it was calibrated begin with `raw/`.
+    Scores are those of the final network; scores before calibration start with `raw/`.
     """
 
     scores: Evaluation
@@ -88,7 +89,7 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
     how = {"preprocess": data.preprocess, "scale": data.target_std, "seed": EVALUATION_SEED, "progress": False, **bins}
     test = Batches(data, data.test.x, data.test.y, size)
-    # Criteria of out-of-distribution inputs are of classes.
+    # OOD criteria are defined for classes only.
     ood = {name: Batches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
     growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
     kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
@@ -101,7 +102,9 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
         scores |= {f"raw/{name}": score for name, score in plain.items() if "/" not in name}
         kept.parts |= {f"raw/{name}": parts for name, parts in before.parts.items() if not name.endswith("members")}
     if options.get("shift"):
-        draws = options.get("shift_draws") if stochastic_layers(net) else None  # of others there is but one
+        draws = (
+            options.get("shift_draws") if stochastic_layers(net) else None
+        )  # deterministic networks have a single draw
         corrupted = evaluate(
             net, _corruptible(data, options.get("shift_limit"), size), shift=options["shift"], tasks="scores",
             severities=options.get("severities", (1, 2, 3, 4, 5)), draws=draws, **how,
@@ -111,7 +114,7 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
 
 
 def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
-    """The test part, or as much of it as shall be corrupted, of each class its share."""
+    """Return the part of the test set to corrupt, stratified by class."""
     rows = torch.arange(len(data.test))
     if limit is not None and limit < len(rows):
         rows = spread(data.test.y, limit, EVALUATION_SEED)
@@ -119,7 +122,7 @@ def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
 
 
 class _Predictions:
-    """Collects the predictions while they are scored, for the page and for paired tests."""
+    """Collect predictions while they are scored, for the page and for paired tests."""
 
     def __init__(self, data: Data, growth: _Growth | None) -> None:
         self.data, self.growth = data, growth
@@ -143,13 +146,13 @@ class _Predictions:
         self.parts.setdefault(name, []).append(tensor)
 
     def _members(self, part: Predictive) -> Tensor:
-        """What each member says, before anything is calibrated."""
+        """Return each member's predictions before calibration."""
         if self.data.classes:
             return part.member_probs[:SAVED_MEMBERS].half()
         return self.data.in_units(part.member_values[:SAVED_MEMBERS, :, 0])
 
     def _arrays(self, part: Predictive, target: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Of a batch of the test part; numbers in their own units. `rows/` is what each row adds to a score."""
+        """Yield arrays for a batch of the test part, in the target's units; `rows/` are per-row scores."""
         data = self.data
         if data.classes:
             hit = torch.nn.functional.one_hot(target, len(data.classes))
@@ -169,7 +172,7 @@ class _Predictions:
         yield "rows/rmse", (forecasts.mean - forecasts.target).square().float()
 
     def scores(self) -> dict[str, Score]:
-        """Scores that need all rows at once, or intervals of another level than `evaluate` has."""
+        """Return scores that need all rows at once, or interval levels that `evaluate` does not cover."""
         kept = {name: torch.cat(self.parts[name]) for name in ("probs", "low", "high") if name in self.parts}
         y = self.data.test.y
         if "probs" in kept and len(self.data.classes) <= MOST_CLASSES:
@@ -182,20 +185,20 @@ class _Predictions:
         return {"coverage_90": Score(float(inside), len(y)), "width_90": Score(float(width), len(y))}
 
     def arrays(self) -> dict[str, Any]:
-        """All of it as NumPy arrays."""
+        """Return everything as NumPy arrays."""
         whole = {name: torch.cat(parts, int(name.endswith("members"))) for name, parts in self.parts.items()}
         return {name: tensor.numpy() for name, tensor in {**whole, "target": self.data.test.y}.items()}
 
 
 def _reach(predictive: Predictive) -> Tensor:
-    """How many predicted deviations the intervals of each of `LEVELS` reach to either side, `[L]`."""
+    """Return the half-width of the intervals at `LEVELS`, in predicted standard deviations, `[L]`."""
     one = predictive[torch.zeros(1, dtype=torch.int64)]
     ends = [one.interval(level) for level in LEVELS]
     return torch.stack([(high - low).flatten()[0].double() for low, high in ends]) / (2 * one.std.flatten()[0].double())
 
 
 class _Growth:
-    """Scores by the number of members or draws: over groups of so many, none of which is in two."""
+    """Scores by number of members or draws, over disjoint groups of that size."""
 
     def __init__(self, sizes: Any, data: Data, bins: int, min_count: int) -> None:
         self.sizes, self.data, self.bins = sorted(set(sizes)), data, (bins, min_count)
@@ -217,8 +220,8 @@ class _Growth:
         return {"nll": LogDensity(scale=scale), "rmse": RMSE(scale=scale)}
 
     def table(self) -> dict[str, Any]:
-        """`{"sizes": [...], "nll": [...], ...}`."""
-        sign = {"nll": 1 if self.data.classes else -1}  # of a log density
+        """Return `{"sizes": [...], "nll": [...], ...}`."""
+        sign = {"nll": 1 if self.data.classes else -1}  # sign of a log density
         rows = self.metrics.values()
         columns = {
             name: [plain_number(sign.get(name, 1) * float(row[name].compute())) for row in rows]

@@ -1,4 +1,4 @@
-"""The methods that a study compares: the rows that their own files declare (see `multitudes.methods.registry`)."""
+"""The methods that a study compares, as registered in their own files (see `multitudes.methods.registry`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from multitudes.data.kinds import kind_of_shape
 from multitudes.methods.registry import Method, chosen, collect
 
 METHODS = collect()
-"""The methods by name, the single network first."""
+"""Methods by name, the single network first."""
 
 
 def method_of(name: str) -> Method:
-    """The method of this name, or an error that lists them."""
+    """Return the method with this name; raise with a list of all names if there is none."""
     return chosen(METHODS, name)
 
 
@@ -28,15 +28,15 @@ def build(
     seed: int,
     model: Mapping[str, Any],
 ) -> Multitude:
-    """A network converted by a method; one that starts from trained weights keeps all but its output layers."""
+    """Convert a network by a method; a pretrained network keeps all weights except its output layers."""
     start = {"init": "heads"} if model.get("weights") else {}
     return method.build(network, example, {**settings, **start}, seed)
 
 
 def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None, pretrained: bool = False) -> str | None:
-    """Why a method is not for inputs of this shape, and of the kind of this name; None where it is.
+    """Return the reason why a method cannot handle inputs of this shape and kind; None if it can.
 
-    `pretrained` says whether the network may have been trained before.
+    `pretrained` is True if the network may have been trained before.
     """
     kind = kind_of_shape(shape, kind_name)
     if method.feature_maps and not kind.feature_maps:
@@ -49,7 +49,7 @@ def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None, 
 
 
 def methods_for(shape: tuple[int, ...], kind_name: str | None = None, pretrained: bool = False) -> list[str]:
-    """The names of the methods for inputs of this shape, and of the kind of this name.
+    """List the methods for inputs of this shape and kind.
 
     >>> [name for name in METHODS if name not in methods_for((13,))]
     ['lora', 'smooth', 'smooth_dropout']

@@ -1,4 +1,4 @@
-"""How far the jobs of a study are, wherever they run: from the events in their logs to the time that is left."""
+"""Progress of a study's jobs and the estimated time left, from the events in their logs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from multitudes.study.store import Job, Run
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How far a running job is."""
+    """Progress of a running job."""
 
     name: str
     event: str = "start"
-    """The last one: start, epoch, evaluate, done or failed."""
+    """Last event: start, epoch, evaluate, done or failed."""
     epoch: int = 0
     epochs: int = 0
     loss: float | None = None
     seconds: float = 0.0
-    """Since it was started."""
+    """Seconds since its start."""
     expected: float | None = None
-    """How many seconds it will take in all; None before its first epoch has ended."""
+    """Estimated total seconds; None before the first epoch has ended."""
     before: int | None = None
-    """How many epochs an earlier run of it has done; None before the first of this one has ended."""
+    """Epochs done by an earlier run; None before the first epoch of this run has ended."""
 
     def after(self, event: Mapping[str, Any], seconds: float) -> JobProgress:
-        """The progress after an event of its log, `{}` for none, so many seconds after its start.
+        """Return the progress after a log event (`{}` for none), `seconds` after the start.
 
         >>> event = {"event": "epoch", "epoch": 10, "epochs": 30, "loss": 0.5, "seconds": 4.0}
         >>> JobProgress("deep-0").after(event, seconds=6.0).expected  # it went on after its ninth epoch
@@ -42,36 +42,36 @@ class JobProgress:
         if event.get("event") != "epoch" or not now.epoch:
             return now
         before = now.epoch - 1 if now.before is None else now.before
-        trained = event.get("seconds") or seconds  # without the start
+        trained = event.get("seconds") or seconds  # excludes the start-up
         left = trained * (now.epochs - now.epoch) / max(1, now.epoch - before)
         return replace(now, expected=seconds + left, before=before)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How far a study is."""
+    """Progress of a study."""
 
     total: int
     done: int
-    """Jobs that have results, also from before."""
+    """Jobs with results, including earlier runs."""
     failed: int
     running: tuple[JobProgress, ...]
     seconds: float
-    """Since the study was started."""
+    """Seconds since the study started."""
     left: float | None
-    """About how many seconds it will still take; None while that is unknown."""
+    """Estimated seconds left; None while unknown."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the jobs ended: the names of those that are done now, and why others failed."""
+    """Results of the jobs: names of those that finished, and reasons why others failed."""
 
     done: list[str]
     failed: dict[str, str]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The study was stopped; the message says how to resume it."""
+    """Raised when the study is stopped; the message explains how to resume."""
 
     def __init__(self, run: Run) -> None:
         done, total = len(run.done), len(run.jobs)
@@ -79,7 +79,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Monitor:
-    """Counts the jobs of a run that end, and reports how far the others are."""
+    """Count finished jobs of a run, and report the progress of the others."""
 
     def __init__(self, run: Run, report: Callable[[Snapshot], None] | None) -> None:
         self.report = report
@@ -89,7 +89,7 @@ class Monitor:
         self.started = time.monotonic()
 
     def ended(self, job: Job, seconds: float, reason: str) -> None:
-        """A job has ended after so many seconds; where it has no results, it failed for this reason."""
+        """Record a job that ended after this many seconds; without results it failed for this reason."""
         if job.done:
             self.outcome.done.append(job.name)
             self.durations.setdefault(job.label, []).append(seconds)
@@ -97,7 +97,7 @@ class Monitor:
             self.outcome.failed[job.name] = reason
 
     def waiting(self, running: Sequence[JobProgress] = ()) -> list[Job]:
-        """The jobs that have not ended, but for those that are running."""
+        """Return the jobs that have neither ended nor started."""
         known = {*self.outcome.done, *self.outcome.failed, *(each.name for each in running)}
         return [job for job in self.missing if job.name not in known]
 
@@ -115,7 +115,7 @@ class Monitor:
 def time_left(
     running: Sequence[JobProgress], waiting: Sequence[str], durations: Mapping[str, list[float]], workers: int
 ) -> float | None:
-    """About how many seconds: running jobs by their epochs, waiting ones (their methods) by those that have ended.
+    """Estimate the seconds left: running jobs by their epochs, waiting ones (given by method) by finished jobs.
 
     >>> time_left([JobProgress("deep-0", seconds=20.0, expected=60.0)], ["deep", "deep"], {}, workers=2)
     80.0

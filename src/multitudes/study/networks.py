@@ -1,4 +1,4 @@
-"""Which network for which data: one of `multitudes.models` by name, or a function of the user's own."""
+"""Networks for given data: a model of `multitudes.models`, a Hugging Face model, or a user's function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = ("name", "settings", "file", "sha256", "config", "kind", "weights")
 def defaults(
     shape: tuple[int, ...], rows: int = 1000, kind: str | None = None, pretrained: bool | None = None
 ) -> dict[str, Any]:
-    """`{"model": ..., "training": ...}` for inputs of a shape, and so many rows to train on, as JSON has them.
+    """Return the default `{"model": ..., "training": ...}` for an input shape and number of training rows, as JSON.
 
     >>> defaults((1, 8, 8))["model"]["name"], defaults((1, 8, 12))["model"]["name"], defaults((13,))["model"]["name"]
     ('small_cnn', 'resnet20', 'tabular')
@@ -35,12 +35,12 @@ def defaults(
 
 
 def network_names() -> list[str]:
-    """The names of the networks that there are."""
+    """List the names of available networks."""
     return sorted(name for name in models.__all__ if name.islower())
 
 
 def outputs_of(task: str, outputs: int) -> int:
-    """How many numbers a network answers with: one a class; for regression a mean and a raw variance each."""
+    """Return the number of network outputs: one per class; a mean and a raw variance per regression value."""
     return task_of(NETWORK_TASKS[task]).per_value * outputs
 
 
@@ -54,11 +54,11 @@ def build_network(
 ) -> nn.Module:
     """Build a network from `{"name": "small_cnn", "settings": {...}}`, with weights drawn from torch's random state.
 
-    `kind` names the kind of data, where the shape is not enough. `layout`, as of `Data`, gives a network for tables its
-    features. A Hugging Face model is described by all of `HubModel.plain`.
+    `kind` names the kind of data if the shape is ambiguous. `layout` (see `Data`) describes the features to a network
+    for tables. A Hugging Face model is described by the output of `HubModel.plain`.
 
-    `{"file": "my_net.py", "name": "build"}` takes a function of the user's own, `build(shape, outputs, **settings)`;
-    a relative file is one relative to `directory`. It runs the code of that file, if that has the model's SHA-256.
+    `{"file": "my_net.py", "name": "build"}` calls a user's function, `build(shape, outputs, **settings)`; a relative
+    file is relative to `directory`. The file's code runs only if its SHA-256 matches the model's, if that has one.
 
     >>> net = build_network({"name": "mlp", "settings": {"hidden": [8]}}, (4,), 3)
     >>> net.fc
@@ -101,7 +101,7 @@ def _made(function: Callable[..., Any], arguments: dict[str, Any], what: str) ->
 
 
 def code_of(text: str) -> tuple[str, str | None]:
-    """The file and the function of FILE.py:FUNCTION, or of FILE.py alone.
+    """Split FILE.py:FUNCTION, or FILE.py without a function.
 
     >>> code_of("nets/mine.py:build"), code_of("mine.py")
     (('nets/mine.py', 'build'), ('mine.py', None))
@@ -111,7 +111,7 @@ def code_of(text: str) -> tuple[str, str | None]:
 
 
 def file_digest(path: str | Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 

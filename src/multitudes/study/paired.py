@@ -1,13 +1,13 @@
-"""How sure a difference between two methods is, over seeds and over test rows.
+"""Confidence of a difference between two methods, over seeds and over test rows.
 
-Both methods answered the same rows, so rows are compared in pairs: `var_n(mean over seeds of a - b) / N`. Trainings
-differ by chance as well: each method's seeds add `variance / seeds`. Two or three seeds tell little of a method's own
-variance, so it is moderated by that of the methods in the middle, as if that came from `PRIOR` further seeds (after
-Smyth, *Linear Models and Empirical Bayes Methods*, 2004). The sum of all parts has the degrees of freedom of
-Satterthwaite. With one seed the rows are all that is known.
+Both methods predict the same rows, so rows are compared in pairs: `var_n(mean over seeds of a - b) / N`. Training is
+random too: each method's seeds add `variance / seeds`. Two or three seeds are too few to estimate a method's variance,
+so it is shrunk towards the median variance of all methods, as if that came from `PRIOR` further seeds (after Smyth,
+*Linear Models and Empirical Bayes Methods*, 2004). The sum has Satterthwaite's degrees of freedom. With one seed only
+the rows count.
 
-In a cross-validation each fold has test rows and a seed of its own, the same for both methods: folds are compared in
-pairs. Trainings of K folds share most of their rows, so that the variance of the mean difference is that of the folds'
+In cross-validation each fold has its own test rows and seed, the same for both methods, so folds are compared in pairs.
+The trainings of K folds share most of their rows, so the variance of the mean difference is the variance of the fold
 differences times `1 / K + test rows / training rows`, with K - 1 degrees of freedom (Nadeau & Bengio, *Inference for
 the Generalization Error*, 2003).
 """
@@ -26,19 +26,19 @@ from multitudes.study.rows import Row
 
 LEVEL = 0.95
 PRIOR = 4
-"""How many degrees of freedom the variance of the methods in the middle counts for, beside a method's own."""
+"""Degrees of freedom of the median variance, next to a method's own."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of means, its standard error, and the degrees of freedom of that."""
+    """A difference of means, its standard error, and the degrees of freedom of that error."""
 
     mean: float
     error: float
     freedom: float
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """That of Student's t.
+        """Return the interval of Student's t.
 
         >>> low, high = Difference(1.0, 0.5, freedom=9.0).interval()
         >>> round(low, 3), round(high, 3)
@@ -48,15 +48,15 @@ class Difference:
         return self.mean - reach, self.mean + reach
 
     def at_least(self, among: int = 1) -> float:
-        """The bound that the truth is above with 95 % confidence; `among` such bounds hold together (Bonferroni)."""
+        """Return the 95 % lower bound; `among` such bounds hold jointly (Bonferroni)."""
         return self.mean - self._reach(1 - (1 - LEVEL) / among)
 
     def at_most(self, among: int = 1) -> float:
-        """The bound that the truth is below, likewise."""
+        """Return the 95 % upper bound; `among` such bounds hold jointly (Bonferroni)."""
         return self.mean + self._reach(1 - (1 - LEVEL) / among)
 
     def sure(self) -> bool:
-        """Whether the interval leaves no doubt which of the two is larger."""
+        """Return whether the interval excludes zero."""
         low, high = self.interval()
         return low > 0 or high < 0
 
@@ -66,22 +66,22 @@ class Difference:
 
 
 class Comparison:
-    """Methods by one score, with what their seeds and test rows say about chance."""
+    """Compare methods by one score, using their seeds and test rows to estimate chance."""
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
         self.name = name
         special = needed("scipy.special", "study", "a comparison")
         found = [row.values[name] for row in rows if name in row.values]
         known = [(value.spread**2, len(value.values) - 1) for value in found if value.spread is not None]
-        # An estimate is below the truth more often than above it: half of chi-squared's values lie below its median.
+        # Correct the median bias: chi-squared's median is below its mean, so most variance estimates are too small.
         each = [variance * freedom / float(special.chdtri(freedom, 0.5)) for variance, freedom in known]
         self.middle = statistics.median(each) if each else None
-        """The variance that half of the methods are below."""
+        """Median variance of the methods."""
 
     def difference(self, a: Row, b: Row) -> Difference | None:
-        """What `a` has more than `b`; None where nothing tells how much of that is chance."""
+        """Return `a - b`; None if the chance part cannot be estimated."""
         ours, theirs = a[self.name], b[self.name]
-        if RANKS.get(self.name.rpartition("/")[2]) is Better.ZERO:  # what counts is how far they are from zero
+        if RANKS.get(self.name.rpartition("/")[2]) is Better.ZERO:  # compare distances from zero
             ours, theirs = abs(ours), abs(theirs)
         mean = ours - theirs
         if not math.isfinite(mean):
@@ -96,7 +96,7 @@ class Comparison:
         return Difference(mean, math.sqrt(total), total**2 / squares if squares else 1.0)
 
     def _over_folds(self, a: Row, b: Row) -> Difference | None:
-        """Of the folds that both have; None of fewer than two."""
+        """Compare the folds that both have; None if fewer than two."""
         ours, theirs = (dict(zip(row.folds, row.values[self.name].values, strict=True)) for row in (a, b))
         each = [ours[fold] - theirs[fold] for fold in ours if fold in theirs]
         if len(each) < 2:
@@ -105,7 +105,7 @@ class Comparison:
         return Difference(statistics.fmean(each), math.sqrt(statistics.variance(each) * factor), len(each) - 1.0)
 
     def _of_seeds(self, row: Row) -> tuple[float, float] | None:
-        """The variance of a method's mean over its seeds, and its degrees of freedom; what has no seeds has none."""
+        """Return the variance of a method's mean over its seeds and its degrees of freedom; None without seeds."""
         if self.middle is None or not row.seeds:
             return None
         spread, own = row.values[self.name].spread, len(row.seeds) - 1
@@ -113,17 +113,19 @@ class Comparison:
         return total / (PRIOR + own) / len(row.seeds), float(PRIOR + own)
 
     def _of_rows(self, a: Row, b: Row) -> tuple[float, float] | None:
-        """The variance that comes from the test rows, and its degrees of freedom."""
+        """Return the variance due to the test rows and its degrees of freedom."""
         ours, theirs = (_rows(row.examples(), self.name) for row in (a, b))
         if ours is None or theirs is None or len(ours) != len(theirs) or len(ours) < 2:
             return None
         each = ours - theirs
-        if self.name.rpartition("/")[2] == "rmse":  # rows are squares: a difference of roots is theirs over the sum
+        if (
+            self.name.rpartition("/")[2] == "rmse"
+        ):  # rows are squares: a difference of roots is the difference of squares over the sum of roots
             each = each / max(math.sqrt(float(ours.mean())) + math.sqrt(float(theirs.mean())), 1e-300)
         return float(each.var(ddof=1)) / len(each), len(each) - 1.0
 
 
 def _rows(examples: Mapping[str, Any], name: str) -> Any:
-    """What each test row adds to a score, the mean over seeds, `[N]`; None where that is not known."""
+    """Return per-row scores averaged over seeds, `[N]`; None if unknown."""
     found = examples.get(name)
     return None if found is None else found.mean(0)

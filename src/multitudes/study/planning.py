@@ -1,4 +1,4 @@
-"""From a specification to jobs: one `config.json` for each method and seed, written once everything is checked."""
+"""Turn a specification into jobs: check everything, then write a `config.json` per method and seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Config = dict[str, Any]
 
 
 class StaleError(ValueError):
-    """Jobs were run with another specification; `stale` has what changed, by job."""
+    """Raised if jobs were run with another specification; `stale` lists the changes per job."""
 
     def __init__(self, run: Run, stale: Mapping[str, list[str]]) -> None:
         self.stale = dict(stale)
@@ -50,9 +50,9 @@ class StaleError(ValueError):
 def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Callable[[str], None] | None = None) -> Run:
     """Prepare a run directory: its data, a `config.json` for each job, and `study.toml`.
 
-    Everything is checked before anything is written: the data, that each method can be built, and that no job was run
-    with another specification. Such jobs are an error, or with `rerun_stale` their results are removed. Jobs that are
-    done stay, and `run.missing` are the jobs to run. `say` gets a message before what takes long.
+    Checks everything before it writes: the data, that each method can be built, and that no job was run with another
+    specification. Such stale jobs raise an error; `rerun_stale` removes their results instead. Finished jobs stay, and
+    `run.missing` lists the jobs to run. `say` gets a message before each slow step.
     """
     say = say or (lambda message: None)
     run = Run(out, code=None if spec.model.file is None else f"{spec.model.file}:{spec.model.name}")
@@ -83,7 +83,7 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
 
 
 def _check_folders(run: Run, spec: Spec) -> None:
-    """That what is written for the run lands in its directory."""
+    """Raise if a file of the run would be written outside of its directory."""
     if run.directory.exists() and not run.directory.is_dir():
         raise ValueError(f"out must be a run directory, got {str(run.directory)!r}, which is a file")
     jobs = [run.job(label, seed).directory for label in spec.methods for seed in spec.seeds]
@@ -94,7 +94,7 @@ def _check_folders(run: Run, spec: Spec) -> None:
 
 
 def _remove_damaged(run: Run, configs: Mapping[str, Config], say: Callable[[str], None]) -> None:
-    """Write configurations that are damaged or missing again, and remove results that still are not whole."""
+    """Rewrite damaged or missing configurations, and remove damaged results."""
     for name, config in configs.items():
         job = run.named(name)
         if _config(job) is None and job.directory.is_dir():
@@ -105,7 +105,7 @@ def _remove_damaged(run: Run, configs: Mapping[str, Config], say: Callable[[str]
 
 
 def _write_config(job: Job, config: Config) -> None:
-    """What a job has done with another configuration is removed; one that is done keeps its file."""
+    """Write a job's configuration. Clear the job if its configuration changed; keep the file if the job is done."""
     if _differences(_lasting(_config(job) or config), _lasting(config)):
         job.clear()
     if not job.done and _config(job) != config:
@@ -113,7 +113,7 @@ def _write_config(job: Job, config: Config) -> None:
 
 
 def _config(job: Job) -> Config | None:
-    """The configuration of a job; None where it is missing or damaged."""
+    """Return a job's configuration; None if missing or damaged."""
     try:
         return job.config
     except DamagedError:
@@ -126,7 +126,7 @@ def _config(job: Job) -> Config | None:
 def _data(
     spec: Spec, run: Run, say: Callable[[str], None], hub: HubModel | None = None
 ) -> tuple[list[Data], dict[str, Any]]:
-    """The data of each fold, or none where they have been prepared, and what `data.json` says about them."""
+    """Return the data of each fold (empty if already prepared) and their description for `data.json`."""
     options = _reading_options(spec, hub)
     asked = {**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}
     request = json.loads(json.dumps(asked | ({} if hub is None else {"of_model": options})))
@@ -164,13 +164,13 @@ def _data(
 
 
 def _named(error: ValueError, keys: Iterable[str]) -> str | None:
-    """The key that an error names first, if it is one of these."""
+    """Return the key that an error message starts with, if it is one of these."""
     first = str(error).replace("=", " ").split()[0]
     return first if first in keys else None
 
 
 def _stamps(sources: list[str]) -> list[list[int]]:
-    """The number of files, total size and newest time of each local source: whether it may have changed."""
+    """Return file count, total size and newest time of each local source, to detect changes."""
     stamps = []
     for source in sources:
         path = Path(source)
@@ -181,7 +181,7 @@ def _stamps(sources: list[str]) -> list[list[int]]:
 
 
 def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What `data.json` says; None where it, or the prepared data that it describes, is missing or damaged."""
+    """Read `data.json`; None if it or the data it describes is missing or damaged."""
     try:
         about = run.about
         if about is None or embedded:
@@ -199,7 +199,7 @@ def _write_data(run: Run, parts: list[Data], about: dict[str, Any], embedded: bo
     if not parts:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
-    run.about_path.unlink(missing_ok=True)  # it must never describe other data than those beside it
+    run.about_path.unlink(missing_ok=True)  # never leave a description next to other data
     if not embedded:
         seals = [check_seal(save(data, run.fold_path(fold))) for fold, data in enumerate(parts)]
         about = {**about, "data": seals if about["folds"] else seals[0]}
@@ -210,9 +210,9 @@ def _write_data(run: Run, parts: list[Data], about: dict[str, Any], embedded: bo
 
 
 def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -> dict[str, Config]:
-    """The configuration of each job, by its name.
+    """Return the configuration of each job by its name.
 
-    `about` describes the data (`Run.about`), `hub` the model, where it is one of Hugging Face.
+    `about` describes the data (`Run.about`); `hub` is the model if it is a Hugging Face model.
     """
     spec = _resolved(spec, about, hub)
     common = {
@@ -236,7 +236,7 @@ def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -
 
 
 def _place(spec: Spec, about: Mapping[str, Any], fold: int) -> Config:
-    """Where a job finds its data: those of the fold of this number, where there are folds."""
+    """Return the location of a job's data, by fold in a cross-validation."""
     if spec.data.embedded:
         return {"source": spec.data.source}
     if about.get("folds") and fold:
@@ -253,7 +253,7 @@ def _model(spec: Spec) -> Config:
 
 
 def _copy_name(file: str) -> str:
-    """The name of the copy of a user's file: with a fingerprint, so that a changed file has another name."""
+    """Name the copy of a user's file; it includes a digest, so that a changed file gets a new name."""
     return f"{Path(file).stem}-{file_digest(file)[:8]}{Path(file).suffix}"
 
 
@@ -263,19 +263,19 @@ def _training(spec: Spec) -> Config:
 
 
 def stale_jobs(run: Run, configs: Mapping[str, Config]) -> dict[str, list[str]]:
-    """By name, what changed for the jobs that were started with another configuration, the device aside."""
+    """Return what changed for jobs started with another configuration, ignoring the device."""
     started = [(run.named(name), config) for name, config in configs.items() if run.named(name).started]
     changes = {job.name: _differences(_lasting(_config(job) or config), _lasting(config)) for job, config in started}
     return {name: changed for name, changed in changes.items() if changed}
 
 
 def _lasting(config: Config) -> Config:
-    """What the results depend on, as JSON has it: all but the device."""
+    """Return the configuration that results depend on, as JSON: everything but the device."""
     return {key: value for key, value in json.loads(json.dumps(config)).items() if key != "device"}
 
 
 def _differences(old: Any, new: Any, place: str = "") -> list[str]:
-    """What differs between two configurations, as `training.epochs was 30, is 5`.
+    """List the differences between two configurations, as `training.epochs was 30, is 5`.
 
     >>> _differences({"training": {"epochs": 30}, "seed": 0}, {"training": {"epochs": 5}, "seed": 0})
     ['training.epochs was 30, is 5']
@@ -294,13 +294,13 @@ def _differences(old: Any, new: Any, place: str = "") -> list[str]:
 
 
 def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str], hub: HubModel | None = None) -> None:
-    """Build each of these methods once, so that an error is raised now, with its line, and not after hours."""
+    """Build each of these methods once, to raise errors now, with their line, instead of after hours."""
     if problems := _unbuildable(spec, about, labels, hub):
         raise spec.error(problems)
 
 
 def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, say: Callable[[str], None]) -> Spec:
-    """Leave out the methods that cannot be built of a model that is not for all of them; `say` tells why."""
+    """Drop the methods that cannot be built from this model; `say` gets the reasons."""
     unfit = {str(place[1]): message for place, message in _unbuildable(spec, about, list(spec.methods), hub)}
     for label, message in unfit.items():
         say(f"{label} is left out: {message.removeprefix(f'methods.{label}').lstrip(': ')}")
@@ -310,7 +310,7 @@ def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, say: Cal
 def _unbuildable(
     spec: Spec, about: Mapping[str, Any], labels: list[str], hub: HubModel | None = None
 ) -> list[tuple[Place, str]]:
-    """Which of these methods cannot be built, by their place in the specification, and why."""
+    """Return the methods that cannot be built, by place in the specification, with the reason."""
     shape, outputs = tuple(about["shape"]), outputs_of(about["task"], about["outputs"])
     kind = kind_of_shape(shape, about.get("kind"))
     texts = about.get("text") or {}
@@ -345,7 +345,7 @@ def _unbuildable(
 
 
 def _hub_model(spec: Spec) -> HubModel | None:
-    """The model of a specification, where it is one of Hugging Face."""
+    """Return the Hugging Face model of a specification; None for other models."""
     name = spec.model.name
     if name is None or not is_hub(name):
         return None
@@ -356,7 +356,7 @@ def _hub_model(spec: Spec) -> HubModel | None:
 
 
 def _reading_options(spec: Spec, hub: HubModel | None) -> dict[str, Any]:
-    """The arguments of `load`: those of the specification, and what the model says where they do not."""
+    """Return the arguments of `load`: those of the specification, with the model's for the rest."""
     options = spec.data.model_dump()
     options["size"] = None if options["size"] is None else tuple(options["size"])
     if hub is None or spec.data.source == "digits" or Path(spec.data.source).suffix.lower() == ".mtdata":
@@ -375,7 +375,7 @@ def _reading_options(spec: Spec, hub: HubModel | None) -> dict[str, Any]:
 
 
 def _misfit(spec: Spec, hub: HubModel, error: ValueError) -> str:
-    """Why data could not be read, where that is since the model is for another kind of data; empty elsewhere."""
+    """Explain a data error that comes from a model for another kind of data; empty for other errors."""
     name = spec.data.source
     if hub.kind == "text" and str(error).startswith("tokenizer= is "):
         return f"model {hub.name!r} is for texts, and {name} holds images"
@@ -389,7 +389,7 @@ def _misfit(spec: Spec, hub: HubModel, error: ValueError) -> str:
 
 
 def _check_tokens(hub: HubModel, data: Data) -> None:
-    """That prepared texts have the tokens that a trained model was trained with."""
+    """Raise if prepared texts were tokenized differently than for the pretrained model."""
     encoder = data.encoder
     if not isinstance(encoder, TextEncoder) or hub.kind != "text" or not hub.pretrained:
         return
@@ -400,7 +400,7 @@ def _check_tokens(hub: HubModel, data: Data) -> None:
 
 
 def _what_inputs_are(data: Data) -> dict[str, Any]:
-    """What `data.json` says of texts, and of images that are seen as a trained model saw its own."""
+    """Describe texts, or images normalised for a pretrained model, for `data.json`."""
     encoder = data.encoder
     if not isinstance(encoder, TextEncoder):
         pixels = next((each for each in encoder.features if isinstance(each, Pixels)), None)
@@ -424,13 +424,13 @@ def _what_inputs_are(data: Data) -> dict[str, Any]:
 
 
 def _resolved(spec: Spec, about: Mapping[str, Any], hub: HubModel | None) -> Spec:
-    """With every default filled in, for data that `about` describes."""
+    """Fill in every default for the data that `about` describes."""
     pretrained = None if hub is None else hub.pretrained
     return spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"], about.get("kind"), pretrained)
 
 
 def _described(spec: Spec, about: Mapping[str, Any], hub: HubModel) -> dict[str, Any]:
-    """All that a job needs to build the model; a sentence where it does not fit the data."""
+    """Return everything a job needs to build the model; raise if it does not fit the data."""
     text = about.get("text") or {}
     many = hub.config.get("vocab_size")
     fault = ""

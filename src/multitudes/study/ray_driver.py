@@ -1,8 +1,8 @@
-"""The process that gives the jobs of a study to a Ray cluster: one task for each, tried again where its worker dies.
+"""The driver that submits jobs to a Ray cluster: one task per job, retried if its worker dies.
 
     python -m multitudes.study.ray_driver
 
-It writes the files of each job that ends to the run directory.
+It writes the files of finished jobs to the run directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multitudes.study.store import Job, Run
 
 
 def main() -> None:
-    """Serve the study that stdin describes."""
+    """Run the study described on stdin."""
     request, tell = conversation()
     try:
         _run(request, tell)
@@ -49,7 +49,7 @@ def _run(request: Mapping[str, Any], tell: Tell) -> None:
 
 
 class _Tasks:
-    """The tasks of a study, from the first to the last."""
+    """The Ray tasks of a study."""
 
     def __init__(self, ray: Any, request: Mapping[str, Any], tell: Tell) -> None:
         self.ray, self.tell, self.patience = ray, tell, request["patience"]
@@ -73,7 +73,7 @@ class _Tasks:
         self.placed = time.monotonic()
 
     def run(self) -> None:
-        """Until all have ended."""
+        """Run until all tasks have ended."""
         progress: dict[str, JobProgress] = {}
         deadline = float("inf")
         while self.pending and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ class _Tasks:
             self._check_places(bool(running))
             if self.stopped and not self.told:
                 deadline, self.told = time.monotonic() + GRACE + 5, True
-                self.board.stop.remote()  # jobs that have been started save their training and return it
+                self.board.stop.remote()  # started jobs save their training and return it
                 for task, job in self.pending.items():
                     if job.name not in progress:
                         self.ray.cancel(task)
@@ -92,7 +92,7 @@ class _Tasks:
             try:
                 progress = self.ray.get(self.board.read.remote(), timeout=5)
             except (self.ray.exceptions.RayError, TimeoutError):
-                progress = {}  # unknown; the work goes on
+                progress = {}  # unknown; the tasks go on
         for task in self.pending:
             self.ray.cancel(task, force=True)
         self.tell(running=[])
@@ -106,12 +106,14 @@ class _Tasks:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self.tell(job=job.name, seconds=0, reason=f"its task was lost: {reason}")
             return
-        for name in sorted(result.files, key=lambda name: name == "metrics.json"):  # last: with it, the job is done
+        for name in sorted(
+            result.files, key=lambda name: name == "metrics.json"
+        ):  # last, since it marks the job as done
             write_atomically(job.directory / name, result.files[name])
         if not result.stopped:
             self.tell(job=job.name, seconds=result.seconds, reason=result.reason)
 
-    # -- what tasks are given ------------------------------------------------------------------------------
+    # -- inputs of tasks -------------------------------------------------------------------------------------
 
     def _gpus(self, device: str, gpus: float | None) -> float:
         there = self.ray.cluster_resources().get("GPU", 0)
@@ -121,10 +123,10 @@ class _Tasks:
         return fraction
 
     def _shared(self, run: Run) -> dict[str, tuple[str, list[Any]]]:
-        """What jobs may need of the run directory, the data and a network of the user's own: checksum and content.
+        """Put shared files of the run directory (data, user code) into Ray, as checksum and content.
 
-        The reference to the content is in a list, so that Ray sends it to the nodes that ask for it, and not with each
-        task.
+        The reference to the content is wrapped in a list, so that Ray sends it only to nodes that request it, not with
+        each task.
         """
         shared = {}
         for path in run.directory.glob("[!.]*"):
@@ -136,7 +138,7 @@ class _Tasks:
     # -- faults --------------------------------------------------------------------------------------------
 
     def _check_places(self, running: bool) -> None:
-        """Check that some node could run a job, when none does for a while."""
+        """Raise if no node could run a job for a while."""
         now = time.monotonic()
         if running or any(self._fits(node) for node in self.ray.nodes()):
             self.placed = now
@@ -153,7 +155,7 @@ class _Tasks:
 
 
 def _files(job: Job) -> dict[str, bytes]:
-    """What a job begins with: its configuration, and what an earlier run has saved."""
+    """Return a job's initial files: its configuration, and what an earlier run saved."""
     found = [job.directory / "config.json", job.directory / "checkpoint.safetensors"]
     found += (job.directory / "recording").glob("[!.]*")
     return {str(path.relative_to(job.directory)): path.read_bytes() for path in found if path.is_file()}

@@ -1,7 +1,7 @@
-"""What runs on the nodes of a Ray cluster: a job in a folder of its own, and the data once for all jobs of a node.
+"""Code that runs on the nodes of a Ray cluster: each job in its own folder, with data shared by a node's jobs.
 
-A task gets the files of a job, runs it as it would be run locally, and returns the files that it wrote. So no shared
-file system is needed, and the results are the same. A node needs the package itself alone.
+A task gets the files of a job, runs it as on a local machine, and returns the files it wrote. So the results are the
+same and no shared file system is needed. A node only needs this package.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from multitudes.study.monitor import JobProgress
 from multitudes.study.store import Job
 
 FOLDERS = "multitudes-nodes"
-"""The folder of the folders, in that for temporary files."""
+"""Parent of all job folders, inside the folder for temporary files."""
 
 REPORT = 0.5
-"""Seconds between two messages of a task about its progress."""
+"""Seconds between progress messages of a task."""
 
 _SWEEP = """
 import os, shutil, sys, time
@@ -39,40 +39,40 @@ while os.path.exists(sys.argv[1]):
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     time.sleep(0.1)  # a job that is being killed may still write
 """
-"""Removes a folder once the process that holds the other end of stdin has ended."""
+"""Script that removes a folder once the process at the other end of stdin has ended."""
 
 
 class Board:
-    """Where tasks write how far they are, and learn whether they are to end."""
+    """Shared state: tasks write their progress here and read whether to stop."""
 
     def __init__(self) -> None:
         self.progress: dict[str, JobProgress] = {}
         self.stopped = False
 
     def write(self, progress: JobProgress) -> bool:
-        """Whether to save the training and to end."""
+        """Store a task's progress; return True if the task should save its training and stop."""
         self.progress[progress.name] = progress
         return self.stopped
 
     def read(self) -> dict[str, JobProgress]:
-        """How far the tasks are that were started."""
+        """Return the progress of all started tasks."""
         return self.progress
 
     def stop(self) -> None:
-        """Have all of them end."""
+        """Ask all tasks to stop."""
         self.stopped = True
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job."""
+    """Result of a job."""
 
     files: dict[str, bytes]
-    """By their path in the job's directory."""
+    """Files by path in the job's directory."""
     seconds: float
     reason: str
     stopped: bool
-    """Whether it was asked to end before it was done."""
+    """True if it was stopped before it was done."""
 
 
 def work(
@@ -83,7 +83,7 @@ def work(
     environment: Mapping[str, str],
     command: Sequence[str] | None,
 ) -> Result:
-    """Run one job in a folder like the run directory."""
+    """Run one job in a folder laid out like the run directory."""
     import ray
 
     with _folder(ray, shared) as folder:
@@ -102,7 +102,7 @@ def work(
                     if stopped:
                         driver.stop()
                         break
-                    # Not waited for: Ray would give the cores of a task that waits to another one.
+                    # Do not wait: Ray gives the cores of a waiting task to another one.
                     progress = JobProgress(**message["running"][0])
                     answer, told = board.write.remote(progress).future(), time.monotonic()
         except LostError as error:
@@ -113,7 +113,7 @@ def work(
 
 
 def _written(job: Job) -> dict[str, bytes]:
-    """The files of a job; of its training, only where that has not ended."""
+    """Return the files a job wrote; training files only if training has not finished."""
     found = {str(path.relative_to(job.directory)): path for path in job.directory.rglob("[!.]*") if path.is_file()}
     training = [name for name in found if name == "checkpoint.safetensors" or name.startswith("recording")]
     left_out = {"config.json", *(training if job.done else ())}
@@ -125,7 +125,7 @@ def _written(job: Job) -> dict[str, bytes]:
 
 @cache
 def _own_folder() -> tuple[Path, subprocess.Popen[bytes]]:
-    """The folder of this process, and the process that removes it when this one has ended, however that ends."""
+    """Return this process's folder, and the process that removes it after this one ends for any reason."""
     above = Path(tempfile.gettempdir()) / f"{FOLDERS}-{os.getuid()}"
     above.mkdir(mode=0o700, exist_ok=True)
     if above.is_symlink() or above.stat().st_uid != os.getuid():
@@ -142,9 +142,9 @@ def _own_folder() -> tuple[Path, subprocess.Popen[bytes]]:
 
 @contextmanager
 def _folder(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterator[Path]:
-    """A folder for one job, removed at its end, with the files that all jobs share in it.
+    """Create a folder for one job with links to the shared files, and remove it at the end.
 
-    A node gets a shared file once. Its processes link to the one that the first of them has written.
+    A node fetches a shared file once. Other processes link to the first copy.
     """
     own, _ = _own_folder()
     folder = Path(tempfile.mkdtemp(dir=own))
@@ -152,7 +152,7 @@ def _folder(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterat
         with _alone(own.parent):
             for name, (checksum, (content,)) in shared.items():
                 for other in own.parent.glob(f"*/{checksum}"):
-                    with suppress(OSError):  # it is there, or the other process has just ended
+                    with suppress(OSError):  # the file exists, or the other process has just ended
                         os.link(other, own / checksum)
                 if not (own / checksum).is_file():
                     write_atomically(own / checksum, ray.get(content))
@@ -164,7 +164,7 @@ def _folder(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterat
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Inside, other processes wait that want to be alone in a folder."""
+    """Hold an exclusive lock on a folder inside the context."""
     import fcntl
 
     lock = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""What to take: for each budget the method that is surely better than the single network, by one score.
+"""Recommend a method for each budget: the one that is surely better than the single network by one score.
 
-A method is worth its price where its gain over the single network is large enough to matter (`NEGLIGIBLE`) and sure:
-above zero with a confidence of 95 %, over seeds and test rows, for all methods of the budget together. The price is the
-time of a prediction, or its multiply-adds where the network is so small that the time is that of calling it.
+A method is worth its price if its gain over the single network is large enough to matter (`NEGLIGIBLE`) and sure: above
+zero with 95 % confidence, over seeds and test rows, jointly for all methods of the budget. The price is the time of a
+prediction, or its multiply-adds if the network is so small that call overhead dominates the time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from multitudes.study.paired import Comparison, Difference
 from multitudes.study.rows import MODELS, Row
 
 NEGLIGIBLE = {"nll": 0.03, "brier": 0.03, "crps": 0.02, "rmse": 0.02, "accuracy": 0.005, "log_density": 0.03}
-"""Gains that do not matter: of the single network's score, but of accuracy and log density as they are."""
+"""Negligible gains, relative to the single network's score; absolute for accuracy and log density."""
 ABSOLUTE = ("accuracy", "log_density")
 BUDGETS = {"At the price of one network": 1.3, "At up to four times the price": 4.4, "At any price": math.inf}
-"""By the largest multiple of the single network's price that counts as this."""
+"""Largest multiple of the single network's price in each budget."""
 TIME, PRODUCTS = "costs/inference_time_ratio", "costs/multiply_adds_ratio"
 COSTS = {TIME: "time of a prediction", PRODUCTS: "multiply-adds"}
 SHORTFALL = 0.02
-"""How much less than they say intervals may cover, beyond chance, before that is a warning."""
+"""Undercoverage of intervals, beyond chance, that triggers a warning."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do at one budget."""
+    """Recommendation for one budget."""
 
     budget: str
     method: str | None
-    """None where nothing is worth it."""
+    """None if no method is worth it."""
     sentence: str
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Point:
-    """A method in the figure: what it costs, how good it is, between what its gain over the single network lies."""
+    """A method in the figure: its cost, its score, and the interval of its gain over the single network."""
 
     method: str
     cost: float
@@ -56,27 +56,27 @@ class Point:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The answer of a study, in words and numbers; terminal and page say the same."""
+    """The answer of a study in words and numbers, the same in terminal and page."""
 
     by: str
-    """The score."""
+    """Score."""
     cost: str
-    """What the price is: the heading of the axis."""
+    """Axis label of the price."""
     headline: str
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
-    """What else there is to know: who is level with the best, and what all this rests on."""
+    """Further facts: methods level with the best, and the evidence."""
     warnings: tuple[str, ...] = ()
     points: tuple[Point, ...] = ()
 
     @property
     def methods(self) -> list[str]:
-        """Those that are recommended, each once."""
+        """Recommended methods, without duplicates."""
         return list(dict.fromkeys(each.method for each in self.advice if each.method))
 
 
 def recommend(rows: Sequence[Row], by: str | None = None, tiny: bool = False) -> Recommendation:
-    """What to take, from the rows of a leaderboard, by a score, or by the default one; `tiny` is of small networks."""
+    """Recommend methods from leaderboard rows; `tiny` means the network is too small to be timed."""
     name = score_to_rank_by(rows, by)
     methods = [row for row in rows if not row.baseline and math.isfinite(row[name])]
     timed = not tiny and all(math.isfinite(row[TIME]) for row in methods)
@@ -89,7 +89,7 @@ def recommend(rows: Sequence[Row], by: str | None = None, tiny: bool = False) ->
 
 
 class _Answer:
-    """The parts of a recommendation."""
+    """Compute the parts of a recommendation."""
 
     def __init__(self, rows: Sequence[Row], methods: Sequence[Row], name: str, cost: str) -> None:
         self.rows, self.methods, self.name, self.cost = rows, methods, name, cost
@@ -109,7 +109,7 @@ class _Answer:
     # -- gains -------------------------------------------------------------------------------------------
 
     def gain(self, row: Row, over: Row) -> Difference | None:
-        """How much better a method is than another, as a positive number."""
+        """Return how much better a method is than another; positive means better."""
         found = self.comparison.difference(row, over)
         return found and Difference(self.sign * found.mean, found.error, found.freedom)
 
@@ -117,7 +117,7 @@ class _Answer:
         return [row for row in self.others if self.price(row) <= limit]
 
     def worth(self, row: Row, among: int) -> bool:
-        """Whether a method is better than the single network, surely and enough."""
+        """Return whether a method is better than the single network, surely and by enough."""
         found = self.gains.get(row.name)
         return found is not None and found.mean >= self.negligible and found.at_least(among) > 0
 
@@ -125,7 +125,7 @@ class _Answer:
         return row[self.cost] if math.isfinite(row[self.cost]) else math.inf
 
     def pick(self, limit: float) -> Row | None:
-        """The best of what is worth it up to a price; of what is level with that, the cheapest."""
+        """Return the best worthwhile method up to a price; among methods level with it, the cheapest."""
         rivals = self.rivals(limit)
         worth = [row for row in rivals if self.worth(row, len(rivals))]
         top = best(worth, self.name)
@@ -137,7 +137,7 @@ class _Answer:
     # -- words -------------------------------------------------------------------------------------------
 
     def beaten(self) -> str:
-        """That a model without a network is better than the best method; empty where none is."""
+        """State that a model without a network beats the best method; empty if none does."""
         rival, top = self.ahead(self.name), best(self.methods, self.name)
         if rival is None or top is None:
             return ""
@@ -149,14 +149,14 @@ class _Answer:
         return f"{words} is better here: {scores}, which is surely worse by {self.amount(gain.at_least())} or more."
 
     def ahead(self, name: str) -> Row | None:
-        """The best of the models without a network by a score, where it is better than every method."""
+        """Return the best model without a network if it beats every method by a score."""
         top = best(self.methods, name)
         rival = best([row for row in self.rows if row.baseline and row.method in MODELS], name)
         quality = better(name).quality
         return rival if rival and top and quality(rival[name]) > quality(top[name]) else None
 
     def worthwhile(self) -> str:
-        """Which method is worth its price."""
+        """State which method is worth its price."""
         if not self.methods:
             return "No job is done yet, so there is nothing to compare."
         if self.single is None:
@@ -169,7 +169,7 @@ class _Answer:
             return f"Only {alone} is done, so there is nothing to compare it with."
         first = next((row for row in self.picks.values() if row is not None), None)
         top = best(self.others, self.name)
-        likely = top if top is not None and self.worth(top, 1) else None  # surely better by itself alone
+        likely = top if top is not None and self.worth(top, 1) else None  # surely better on its own
         if (named := first or likely) is not None:
             among = f"; as the best of {plural(len(self.others), 'method')} that may still be chance"
             sure, doubt = ("worth", "") if first else ("probably worth", f"{among}, and more {self.unit}s can tell")
@@ -178,7 +178,7 @@ class _Answer:
         known = [found.at_most(len(self.others)) for found in self.gains.values() if found]
         if not known:
             return f"One run of each cannot tell whether any method is better than {alone}: more seeds can."
-        reach = max(known)  # the largest gain that the intervals leave room for
+        reach = max(known)  # the largest gain within the intervals
         if reach <= self.negligible:
             much = self.amount(self.negligible)
             return f"No method is worth its price here: none is better than {alone} by more than {much}."
@@ -194,7 +194,7 @@ class _Answer:
         return f"{100 * value:.2g} points" if self.name == "accuracy" else f"{value:.2g}"
 
     def paid(self, row: Row) -> str:
-        """What a method costs: its price, and its training."""
+        """Describe a method's price and training time."""
         price = _times(row, self.cost)
         training = _times(row, "costs/training_time_ratio")
         trained = f" and {training} the training time" if training else ""
@@ -208,7 +208,7 @@ class _Answer:
         cheaper = 0.0
         for budget, limit in BUDGETS.items():
             there = any(cheaper < self.price(row) <= limit for row in self.others)
-            if there and any(self.picks.values()):  # else the headline says that nothing is worth its price
+            if there and any(self.picks.values()):  # otherwise the headline says that nothing is worth its price
                 found.append(self.at(budget, self.picks[budget], before))
             before, cheaper = self.picks[budget] or before, limit
         again = self.calibration()
@@ -230,7 +230,7 @@ class _Answer:
         return f"better by {self.amount(gain.mean)} (surely by {self.amount(gain.at_least(among))})"
 
     def calibration(self) -> Advice | None:
-        """What calibrating the single network alone brings, which needs no training."""
+        """Describe the gain from calibrating the single network, which needs no training."""
         row, raw = self.single, f"raw/{self.name}"
         if row is None or raw not in row.values or self.name in ("accuracy", "rmse"):
             return None
@@ -284,7 +284,7 @@ class _Answer:
                 )
         for baseline in (row for row in self.rows if row.baseline and math.isfinite(row[self.name])):
             if baseline is rival:
-                continue  # the headline says so
+                continue  # covered by the headline
             worse = [row for row in self.methods if self.sign * (row[self.name] - baseline[self.name]) < 0]
             if worse:
                 every = "Every method" if len(worse) == len(self.methods) else _some(worse)
@@ -319,7 +319,7 @@ def _covers_too_little(row: Row) -> bool:
 
 
 def _times(row: Row, cost: str) -> str:
-    """A multiple of the single network's cost, with "about" where times vary by more than the difference."""
+    """Format a multiple of the single network's cost, with "about" if times vary by more than the difference."""
     if cost not in row.values:
         return ""
     value = row.values[cost]

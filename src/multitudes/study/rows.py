@@ -1,4 +1,4 @@
-"""What a study found out about one method: its scores and costs over its seeds."""
+"""Results of one method in a study: its scores and costs over seeds."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Targets:
-    """What a study knows of the targets of data."""
+    """Properties of a data set's targets."""
 
     classes: bool
     by: tuple[str, ...]
-    """The scores that methods can be ranked by, the default first: those that test rows add up to."""
+    """Scores to rank methods by, the default first; all have per-row values."""
     error: str
-    """The score that tells by how much a column matters."""
+    """Score that measures how much a column matters."""
     uncertainty: str
-    """The uncertainty that is compared with it."""
+    """Uncertainty to compare with it."""
     also: Mapping[str, str] = field(default_factory=dict)
-    """Other names of scores."""
+    """Aliases of scores."""
 
 
 TARGETS = {
     "classification": Targets(True, ("nll", "brier", "accuracy"), "accuracy", "entropy"),
     "regression": Targets(False, ("log_density", "crps", "rmse"), "rmse", "std", {"nll": "log_density"}),
 }
-"""The targets that data can have, by name (`Data.task`)."""
+"""Targets by name (`Data.task`)."""
 
 MODELS = ("gradient_boosting", "gradient_boosting_quantiles", "random_forest", "linear")
-"""The baselines that are models themselves, each a choice in place of a network."""
+"""Baselines that are real models, and so alternatives to a network."""
 
 
 def known_score(task: str, by: str | None) -> str:
-    """The score to rank by of a name, or the default one; NLL of numbers is the log density.
+    """Return the score to rank by, or the default; NLL is an alias of log density for regression.
 
     >>> known_score("classification", None), known_score("regression", "nll")
     ('nll', 'log_density')
@@ -48,24 +48,24 @@ def known_score(task: str, by: str | None) -> str:
 
 @dataclass(frozen=True)
 class Value:
-    """A score or cost of a method, over its seeds."""
+    """A score or cost of a method over its seeds."""
 
     values: tuple[float, ...]
-    """For each seed."""
+    """One per seed."""
     count: int = 0
-    """How many inputs each was computed over, or all folds together; 0 for costs."""
+    """Number of inputs per seed, or of all folds together; 0 for costs."""
     low: float | None = None
     high: float | None = None
-    """Of a time that was measured several times, between what it lies half of the times."""
+    """Quartiles of a time that was measured several times."""
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return math.fsum(self.values) / len(self.values)
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the seeds; None of one seed."""
+        """Standard deviation over the seeds; None for one seed."""
         if len(self.values) < 2:
             return None
         mean = self.mean
@@ -74,24 +74,24 @@ class Value:
 
 @dataclass(frozen=True)
 class Row:
-    """What a study found out about one method."""
+    """Results of one method."""
 
     name: str
-    """The study's name of it."""
+    """Name in the study."""
     method: str
     seeds: tuple[int, ...]
-    """Those that are done; none of what predicts without a network."""
+    """Finished seeds; empty for baselines."""
     values: Mapping[str, Value]
-    """Scores by name, and costs by `costs/name`; those that every seed has."""
+    """Scores by name, and costs by `costs/name`, limited to those that every seed has."""
     examples: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False, compare=False)
-    """What each test row adds to a score, `[seeds, N]` by name."""
+    """Per-row scores `[seeds, N]` by name."""
     baseline: bool = False
-    """Whether it predicts without a network."""
+    """True for methods without a network."""
     folds: tuple[int, ...] = ()
-    """Of a cross-validation, which fold each value is of; none where all are of the same test rows."""
+    """Fold of each value in a cross-validation; empty if all values are on the same test rows."""
     overlap: float = 0.0
-    """Of a cross-validation, how many test rows there are for each training row."""
+    """Test rows per training row in a cross-validation."""
 
     def __getitem__(self, name: str) -> float:
-        """The mean of a score or cost; NaN where there is none."""
+        """Return the mean of a score or cost; NaN if there is none."""
         return self.values[name].mean if name in self.values else math.nan

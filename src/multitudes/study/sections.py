@@ -1,6 +1,6 @@
-"""The tables of a `study.toml`, one class each: their keys, what the values must be, and which are options.
+"""The tables of a `study.toml`, one class each: their keys, valid values, and which keys are options.
 
-A key that is declared by `option` is an option of the command line as well, with that help text.
+A key declared by `option` is also a command-line option with that help text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multitudes.data.parsing import READ_AS
 from multitudes.study.toml import Place, TomlText
 from multitudes.training.schedules import SCHEDULES, schedule_of
 
-needed("pydantic", "study", "a study")  # says which extra has it, where the import below would not
+needed("pydantic", "study", "a study")  # raises with the extra to install; the import below would not
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field  # noqa: E402
 
@@ -24,7 +24,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 def option(default: Any, help: str, kind: Any = None, **settings: Any) -> Any:
-    """A field that is also an option of the command line: its help, its type there where it differs, and settings."""
+    """Declare a field that is also a command-line option: its help, its type there if different, and settings."""
     return Field(default, description=help, json_schema_extra={"option": {"kind": kind, **settings}})
 
 
@@ -50,7 +50,7 @@ def _sides(value: Any) -> Any:
 
 
 def _corruptions(value: Any) -> Any:
-    from multitudes.shift.corruptions import CORRUPTIONS  # here: it takes torch
+    from multitudes.shift.corruptions import CORRUPTIONS  # local: imports torch
 
     return list(CORRUPTIONS) if value == "all" else value
 
@@ -83,13 +83,13 @@ Corruptions = Annotated[
 
 
 class Section(BaseModel):
-    """A table: unknown keys and values of another type are errors."""
+    """A table; unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DataSection(Section):
-    """What to learn: the arguments of `multitudes.data.load`."""
+    """Data to learn from: the arguments of `multitudes.data.load`."""
 
     source: str = "digits"
     target: str | None = option(None, "What to predict.", metavar="COLUMN")
@@ -131,13 +131,13 @@ class DataSection(Section):
 
     @property
     def embedded(self) -> bool:
-        """Whether this is the whole of the data that come with the package."""
+        """True for the complete data that come with the package."""
         return self == DataSection()
 
 
 class ModelSection(Section):
-    """The network: one of `multitudes.models`, a function `build(shape, outputs, **settings)` of a file, or a Hugging
-    Face model, `hf:FOLDER`, whose settings are those of its configuration."""
+    """The network: a model of `multitudes.models`, a function `build(shape, outputs, **settings)` in a file, or a
+    Hugging Face model, `hf:FOLDER`, whose settings are those of its configuration."""
 
     name: str | None = None
     file: str | None = None
@@ -152,7 +152,7 @@ class MethodSection(Section):
 
 
 class TrainingSection(Section):
-    """How to train: the arguments of `mt.fit`. The default of None depends on the kind of data."""
+    """Training: the arguments of `mt.fit`. A default of None depends on the kind of data."""
 
     epochs: Count | None = option(None, "How often to iterate over the data.")
     patience: Annotated[int, Field(ge=0)] | None = option(
@@ -172,40 +172,40 @@ class TrainingSection(Section):
         None, "balanced weighs each class by one over its number of rows."
     )
     precision: Literal["auto", "float32", "bfloat16"] | None = None
-    """auto is bfloat16 where a GPU computes with it."""
+    """auto is bfloat16 on GPUs that support it."""
     average: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The share of a moving average of the weights that each step keeps; 0 is none."""
+    """Decay of a moving average of the weights; 0 disables it."""
     channels_last: bool | None = option(None, "Lay images out channels-last.", bool)
     compile: bool | None = option(None, "Compile the training step.", bool)
     clip: Annotated[float, Field(ge=0)] | None = None
-    """0 does not clip."""
+    """0 disables clipping."""
 
 
 class EvaluationSection(Section):
-    """What to measure. `shift` None is one corruption of each family for images, and none for tables."""
+    """Evaluation. `shift` None is one corruption per family for images, and none for tables."""
 
     shift: Corruptions | None = option(None, "Corruptions of images to test on.", metavar="A,B|all|none")
     severities: Severities = option([1, 3, 5], "Of the corruptions, from 1 to 5.", metavar="1,3,5")
     shift_limit: Count = 500
-    """How many images of the test part are corrupted, at most: of each class its share."""
+    """Maximum number of corrupted test images, stratified by class."""
     shift_draws: Count = 10
-    """How many draws are made of each of these."""
+    """Draws per corrupted image."""
     draws: Count = option(20, "Predictions of a method that draws.", min=1)
     calibrate: bool = True
-    """Whether each network is calibrated on the validation part before it is measured."""
+    """Calibrate each network on the validation part before measuring it."""
     batch_size: Count = 256
     sizes: Sizes = [1, 2, 4, 8, 16]
     bins: Count = 15
-    """Of confidence, for the calibration errors."""
+    """Confidence bins of the calibration errors."""
     min_count: Count = 1
-    """How many predictions a bin must hold to count for them."""
+    """Minimum predictions in a bin for it to count."""
 
 
 # -- errors ------------------------------------------------------------------------------------------------
 
 
 class SpecError(ValueError):
-    """What is wrong with a specification: one line for each problem, with its line in the file, if there is one."""
+    """Errors in a specification: one line per problem, with its line in the file if there is one."""
 
     def __init__(self, problems: Iterable[tuple[Place, str]], source: TomlText | None = None) -> None:
         found = [(source.line(place) if source else None, message) for place, message in problems]
@@ -219,7 +219,7 @@ class SpecError(ValueError):
 def problem(
     kind: type[BaseModel], error: Mapping[str, Any], sections: Mapping[str, type[BaseModel]]
 ) -> tuple[Place, str]:
-    """The place of an error that Pydantic found, and a sentence about it; `sections` are the tables of a file."""
+    """Return the place of a Pydantic error and a sentence about it; `sections` are the tables of a file."""
     path: Place = error["loc"]
     if error["type"] == "extra_forbidden":
         for key in path[:-1]:
@@ -229,23 +229,23 @@ def problem(
         hint = f" (did you mean [{owner}] {path[-1]}?)" if owner else close(path[-1], known)
         table = f"[{'.'.join(map(str, path[:-1]))}]" if path[1:] else "the file"
         return path, f"unknown key {_name(path)!r}{hint}; the keys of {table} are {', '.join(known)}"
-    if error["type"] == "value_error":  # a sentence of this module, with the value
+    if error["type"] == "value_error":  # a message of this module, with the value
         return path, f"{_name(path)} {error['ctx']['error']}"
     rule = re.sub(r"^\w+ should (.*?)( or instance of \w+)?$", r"must \1", error["msg"])  # "Input should be ..."
     return path, f"{_name(path)} {rule}, got {error['input']!r}"
 
 
 def _name(path: Place) -> str:
-    """A path as one writes it: `evaluation.severities[1]`."""
+    """Format a path: `evaluation.severities[1]`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def one_of(names: Iterable[str]) -> str:
-    """All of these, to choose from."""
+    """List the choices for an error message."""
     return f"one of {', '.join(names)}"
 
 
 def close(name: Any, names: Iterable[str]) -> str:
-    """The one of these that was probably meant, in brackets."""
+    """Suggest the closest name, in brackets."""
     close = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -18,8 +18,7 @@
     [evaluation]
     shift = ["fog", "contrast"]
 
-What is left out, but for the data, has a default, which for model and training depends on the data
-(`multitudes.study.networks`).
+Every value but the data has a default; those of model and training depend on the data (`multitudes.study.networks`).
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from multitudes.study.sections import (
 from multitudes.study.toml import Place, TomlText, at_scale, to_toml
 
 # isort: split
-from pydantic import Field, PrivateAttr, ValidationError  # after the sections, which say what to install
+from pydantic import Field, PrivateAttr, ValidationError  # after the sections, which report the extra to install
 
 SHIFT = ["gaussian_noise", "defocus_blur", "fog", "contrast"]
 """One corruption of each family: noise, blur, weather, digital."""
 
 
 class Spec(Section):
-    """A study: every method with every seed, trained on the same data and measured alike.
+    """A study: every method with every seed, trained and measured on the same data.
 
     >>> spec = Spec.of(data="digits", methods=["single", "packed"], seeds=3, epochs=30)
     >>> spec.seeds, spec.methods["packed"].settings
@@ -69,10 +68,10 @@ class Spec(Section):
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
     methods: dict[str, MethodSection] = Field(default={})
-    """By the study's own names; an empty table means all that fit the data."""
+    """Methods by their names in the study; empty means all that fit the data."""
     seeds: Seeds = Field(default=[0])
     by: Literal["nll", "brier", "accuracy", "log_density", "crps", "rmse"] | None = None
-    """The score by which methods are ranked and recommended; None is a proper one."""
+    """Score by which methods are ranked and recommended; None is a proper default score."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -81,7 +80,7 @@ class Spec(Section):
 
     @classmethod
     def load(cls, path: str | Path, scale: str | None = None, **options: Any) -> Self:
-        """Read a `study.toml`, at one of its scales; options, named as in `of`, replace its values."""
+        """Read a `study.toml` at one of its scales; options, named as in `of`, replace its values."""
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
@@ -102,8 +101,8 @@ class Spec(Section):
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """From options: `data`, `model` (a name, or FILE.py:FUNCTION), `methods`, `seeds`, `by`, `device`, and any key
-        of the tables by its own name (`epochs`, `ood`, `shift`). None means not given."""
+        """Build a specification from options: `data`, `model` (a name, or FILE.py:FUNCTION), `methods`, `seeds`,
+        `by`, `device`, and any key of the tables by its own name (`epochs`, `ood`, `shift`). None means not given."""
         return cls._checked(_merged({}, options), Path(), None)
 
     @classmethod
@@ -125,11 +124,11 @@ class Spec(Section):
         return spec
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are equal, wherever they were read."""
+        """Compare all values, ignoring where they were read from."""
         return isinstance(other, Spec) and self.model_dump() == other.model_dump()
 
     def error(self, problems: Iterable[tuple[Place, str]]) -> SpecError:
-        """An error that is found later, with the lines of the file that this was read from."""
+        """Return an error found later, with lines of the file that this was read from."""
         return SpecError(problems, self._source)
 
     def resolved(
@@ -140,11 +139,11 @@ class Spec(Section):
         kind: str | None = None,
         pretrained: bool | None = None,
     ) -> Self:
-        """Fill in every default, for inputs of a shape, `(C, H, W)` or `(F,)`, a task, and training rows.
+        """Fill in every default, for an input shape `(C, H, W)` or `(F,)`, a task, and a number of training rows.
 
-        `kind` names the kind of data, where the shape is not enough; `pretrained` is that of a Hugging Face model.
+        `kind` names the kind of data if the shape is ambiguous; `pretrained` is that of a Hugging Face model.
         """
-        from multitudes.data.kinds import kind_of_shape  # here: to be read, a specification needs no torch
+        from multitudes.data.kinds import kind_of_shape  # local: reading a specification needs no torch
         from multitudes.study.methods import METHODS, methods_for
         from multitudes.study.networks import defaults
 
@@ -154,11 +153,11 @@ class Spec(Section):
         given = {key: value for key, value in self.training.model_dump().items() if value is not None}
         training = {**suggested["training"], **given}
         if "lr" not in given and training["optimizer"] != suggested["training"]["optimizer"]:
-            training["lr"] = 0.05 if training["optimizer"] == "sgd" else 1e-3  # a rate is one of its optimizer
+            training["lr"] = 0.05 if training["optimizer"] == "sgd" else 1e-3  # learning rates depend on the optimizer
         if "warmup" not in given and pretrained is not None:
             training["warmup"] *= training["epochs"] / suggested["training"]["epochs"]
         elif "warmup" not in given and training["warmup"] >= training["epochs"]:
-            training["warmup"] = 0  # too short a training for it
+            training["warmup"] = 0  # training is too short for a warm-up
         for key, nothing in NOTHING.items():
             training[key] = nothing if training.get(key) is None else training[key]
         methods = self.methods
@@ -180,7 +179,7 @@ class Spec(Section):
         return spec
 
     def _check(self, shape: tuple[int, ...], task: str, kind: str | None, pretrained: bool) -> None:
-        """Whether it fits the data."""
+        """Raise if the specification does not fit the data."""
         from multitudes.data.kinds import kind_of_shape
         from multitudes.study.methods import METHODS, unfit
 
@@ -208,7 +207,7 @@ class Spec(Section):
             raise self.error(problems)
 
     def to_toml(self) -> str:
-        """The text of a `study.toml` that reads back as this."""
+        """Return the text of a `study.toml` that reads back as this specification."""
         whole = self.model_dump(exclude_none=True)
         methods = {
             label: {"method": None if each.method == label else each.method, **each.settings}
@@ -221,9 +220,9 @@ class Spec(Section):
 
 
 HUB = "hf:"
-"""Before the folder or the name of a Hugging Face model."""
+"""Prefix of a Hugging Face model's folder or name."""
 NOTHING = {"augment": "none", "clip": 0.0, "patience": 0, "class_weight": "none", "average": 0.0}
-"""How the file says that there is none of it, since TOML has no word for that."""
+"""Values that disable a feature in the file, since TOML has no null."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -235,11 +234,11 @@ SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
 }
 OPTIONS = ("training", "data", "evaluation")
-"""The tables whose keys are options by their own name; of a name in two of them, the first is meant."""
+"""Tables whose keys are options under their own name; for a name in two of them, the first wins."""
 
 
 def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a file, with options in their places."""
+    """Merge options into the tables of a file."""
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for name, value in options.items():
         if value is None:
@@ -259,7 +258,7 @@ def _merged(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _with_folds(raw: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, str]]]:
-    """With a seed for each fold of a cross-validation, and what is wrong with the folds."""
+    """Add a seed for each fold of a cross-validation; also return problems with the folds."""
     data = raw["data"] if isinstance(raw.get("data"), dict) else {}
     folds = data.get("folds")
     if type(folds) is not int or folds < 2:
@@ -274,7 +273,7 @@ def _with_folds(raw: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Place, 
 
 
 def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
-    """Methods by the study's own names, `{"method": ..., "settings": ...}`, and what is wrong with them."""
+    """Return the methods by their names in the study, `{"method": ..., "settings": ...}`, and their problems."""
     if raw is None:
         return {}, []
     if not isinstance(raw, list | tuple | dict) or not raw:
@@ -306,7 +305,7 @@ def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
 
 
 def _wrong_setting(label: str, name: str, key: str, value: Any, known: Mapping[str, Any]) -> str | None:
-    """Why a key of a method's table is wrong; None where it is not."""
+    """Explain what is wrong with a key of a method's table; None if it is valid."""
     if key not in known:
         choices = f"its settings are {', '.join(known)}" if known else "it has no settings"
         return f"methods.{label}: unknown setting {key!r} of {name}{close(key, known)}; {choices}"
@@ -315,11 +314,11 @@ def _wrong_setting(label: str, name: str, key: str, value: Any, known: Mapping[s
 
 
 MOST = 1000
-"""Of members, checkpoints and all else that is counted: more would not fit into any memory."""
+"""Upper bound of members, checkpoints and other counts; more would not fit into memory."""
 
 
 def _mismatch(default: Any, value: Any) -> str | None:
-    """What a setting must be to have the type of its default; None where it has."""
+    """Describe the type a setting must have, by its default; None if it has that type."""
     known = {bool: "true or false", int | float: "a number", str: "a string", list | tuple: "a list"}
     types = next((types for types in known if isinstance(default, types)), None)
     if types is None:
@@ -333,7 +332,7 @@ def _mismatch(default: Any, value: Any) -> str | None:
 
 
 def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
-    """What is wrong with the name or the file of the model."""
+    """List problems with the name or file of the model."""
     if not isinstance(raw, dict) or not isinstance(raw.get("name", ""), str):
         return []
     name, file = raw.get("name"), raw.get("file")
@@ -357,7 +356,7 @@ def _read_model(raw: Any, base: Path) -> list[tuple[Place, str]]:
 
 
 def _absolute(spec: Spec, base: Path) -> dict[str, Section]:
-    """Data and model with whole paths for their files, so that they are found from any folder."""
+    """Return data and model with absolute file paths."""
 
     def whole(source: str) -> str:
         known = source == DataSection().source or not (base / source).exists()

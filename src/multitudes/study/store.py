@@ -1,21 +1,21 @@
-"""The run directory of a study: its files, and what is in them.
+"""The run directory of a study and its files.
 
     study.toml           the specification, with every default filled in
-    data.mtdata          the prepared data, unless they come with the package; of a cross-validation those of its first
-                         fold, and data-1.mtdata, ... those of the others: the seeds of the study, in their order, are
-                         those of the folds, so that METHOD-SEED is a method on a fold
+    data.mtdata          the prepared data, unless they come with the package; in a cross-validation, those of the first
+                         fold, with data-1.mtdata, ... for the others; seeds and folds have the same order, so
+                         METHOD-SEED is a method on a fold
     data.json            a description of the data: fingerprint, kind, task and shape
-    costs.json           how long predicting and training take, measured when all jobs are done
-    baselines.json       what predicts without a network, and how well
-    importance.json      which columns of a table matter
+    costs.json           times of predicting and training, measured when all jobs are done
+    baselines.json       scores of baselines without a network
+    importance.json      importance of each column of a table
     jobs/METHOD-SEED/    config.json, log.jsonl, model.safetensors, predictions.safetensors and,
                          last, metrics.json
     report.html
 
-A file is written under another name and renamed when it is whole, and holds a checksum of itself, its seal
-(`multitudes.core.files`). `metrics.json` lists the seals of the job's other files. A job is done when its
-`metrics.json` is there and all of them are whole. All is JSON, TOML and safetensors, so that reading a run never runs
-code: a network of the user's own code is built from a file in the user's hand, never from one that a run names.
+Files are written under a temporary name and renamed when complete. Each contains its own checksum, its seal
+(`multitudes.core.files`). `metrics.json` lists the seals of the job's other files. A job is done if its `metrics.json`
+exists and all its files are intact. Everything is JSON, TOML or safetensors, so reading a run never executes code: a
+user's network is built from a file that the user passes, never from one that a run names.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ from multitudes.core.files import (
 AGAIN = "the command that made it, given once more, does this job again"
 WRITTEN_AGAIN = "the command that made the run writes it again"
 SEALED = "# sha256 "
-"""How a study.toml begins that a run has written."""
+"""First line of a study.toml written by a run."""
 PREDICTIONS = "predictions.safetensors"
 FILES = ("config.json", "model.safetensors", PREDICTIONS)
-"""What `metrics.json` names the seals of."""
+"""Files whose seals `metrics.json` lists."""
 
 
 class Job:
-    """One method with one seed: its directory, and the files in it."""
+    """One method with one seed: its directory and files."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.name = self.directory.name
-        """METHOD-SEED; METHOD is the study's name of it, such as `packed_8`."""
+        """METHOD-SEED; METHOD is the name in the study, such as `packed_8`."""
         self.label = self.name.rpartition("-")[0]
 
     @property
     def seed(self) -> int:
-        """The seed of everything random in it."""
+        """Seed of all randomness in the job."""
         return int(self.name.rpartition("-")[2])
 
     @property
     def done(self) -> bool:
-        """Whether its results are there, and whole."""
+        """True if the results exist and are intact."""
         return (self.directory / "metrics.json").is_file() and self.damage is None
 
     @property
     def damage(self) -> str | None:
-        """What is wrong with its results, in a sentence; None where they are whole, or not there yet."""
+        """Description of what is wrong with the results; None if they are intact or do not exist yet."""
         if not (self.directory / "metrics.json").is_file():
             return None
         try:
@@ -85,12 +85,12 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether there is work that would be lost with its directory: results, or a checkpoint."""
+        """True if deleting the directory would lose work: results or a checkpoint."""
         return self.done or (self.directory / "checkpoint.safetensors").is_file()
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Its configuration; None before it was prepared."""
+        """Configuration; None before it is prepared."""
         path = self.directory / "config.json"
         if not path.is_file():
             return None
@@ -115,14 +115,14 @@ class Job:
         return metrics
 
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Write its results, with the seals of its other files, after which it is done."""
+        """Write the results with the seals of the other files; this marks the job as done."""
         found = [self.directory / name for name in FILES]
         files = {path.name: check_seal(path) for path in found if path.is_file()}
         write_json(self.directory / "metrics.json", {"files": files, **metrics}, place=True)
 
     @property
     def predictions(self) -> dict[str, Any]:
-        """NumPy arrays by name; none where the file is missing."""
+        """NumPy arrays by name; empty if the file is missing."""
         path = self.directory / PREDICTIONS
         if not path.is_file():
             return {}
@@ -130,7 +130,7 @@ class Job:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """The events in `log.jsonl` from byte `start` on, of whole lines, and the byte at which they end."""
+        """Read the events of complete lines in `log.jsonl` from byte `start`; also return the byte where they end."""
         try:
             with (self.directory / "log.jsonl").open("rb") as file:
                 file.seek(start)
@@ -142,17 +142,17 @@ class Job:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, in a sentence; None where it is done, has not been run, or was interrupted."""
+        """Reason of the failure; None if the job is done, was not run, or was interrupted."""
         events, _ = self.events()
         return failure_in(events[-1]) if events and not self.done else None
 
     @property
     def why_not(self) -> str:
-        """Why it has no results: damaged, or failed; empty where it has not been run, or was interrupted."""
+        """Reason for missing results: damaged or failed; empty if not run or interrupted."""
         return self.damage or self.failure or ""
 
     def clear(self) -> None:
-        """Remove its directory, the results first, so that it never seems done."""
+        """Remove the directory, results first, so that it never appears done."""
         (self.directory / "metrics.json").unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -161,10 +161,10 @@ class Job:
 
 
 class Run:
-    """A run directory, and the jobs of its `study.toml`; those of an earlier one are left where they are.
+    """A run directory with the jobs of its `study.toml`; jobs of earlier specifications are left alone.
 
-    `code` is the user's own file with a network, as FILE.py:FUNCTION, given by who prepares the run; it is never read
-    from the directory.
+    `code` is the user's file with a network, as FILE.py:FUNCTION, given by the caller; it is never read from the
+    directory.
 
     >>> import tempfile
     >>> run = Run(tempfile.mkdtemp())
@@ -184,32 +184,32 @@ class Run:
         self.report_path = self.directory / "report.html"
 
     def fold_path(self, fold: int) -> Path:
-        """The prepared data of a fold; those of the first are the data of a run without folds."""
+        """Return the path of a fold's prepared data; the first fold uses the path of a run without folds."""
         return self.data_path if fold == 0 else self.directory / f"data-{fold}.mtdata"
 
     @property
     def folds(self) -> list[int]:
-        """The seeds of a cross-validation, one for each fold, in their order; none where there are no folds."""
+        """Seeds of a cross-validation, one per fold in order; empty without folds."""
         spec = self.spec
         data = spec.get("data")
         return list(spec["seeds"]) if isinstance(data, dict) and data.get("folds") else []
 
     def job(self, label: str, seed: int) -> Job:
-        """The job of a method, by the study's name of it, and a seed; it need not exist yet."""
+        """Return the job of a method (by its name in the study) and seed; it need not exist yet."""
         return self.named(f"{label}-{seed}")
 
     def named(self, name: str) -> Job:
-        """The job of a name, METHOD-SEED."""
+        """Return the job named METHOD-SEED."""
         return Job(self.directory / "jobs" / name)
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The specification, as TOML has it."""
+        """Specification as parsed from TOML."""
         if not self.spec_path.is_file():
             raise ValueError(f"{str(self.directory)!r} is no run directory: there is no study.toml in it")
         try:
             text = self.spec_path.read_bytes()
-            if text.startswith(SEALED.encode()):  # one that was written by hand has no seal
+            if text.startswith(SEALED.encode()):  # hand-written ones have no seal
                 check_seal(self.spec_path)
             spec = tomllib.loads(text.decode())
         except DamagedError as error:
@@ -225,7 +225,7 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """The description of the data; None before they were prepared."""
+        """Description of the data; None before they are prepared."""
         return read_json(self.about_path) if self.about_path.is_file() else None
 
     def write_spec(self, text: str) -> None:
@@ -234,11 +234,11 @@ class Run:
             unfinished.write_text(f"{SEALED}{BLANK}\n{text}", encoding="utf-8")
 
     def write_table(self, name: str, table: Mapping[str, Any], of: Any = None) -> Path:
-        """Write a file of the run, and what it was made from: by default the results that are there now."""
+        """Write a file of the run with its inputs (`of`); the default is the current results."""
         return write_json(self.directory / name, {**table, "of": self.results if of is None else of})
 
     def read_table(self, name: str, of: Any = None) -> dict[str, Any] | None:
-        """What `write_table` wrote; None where it is not there, damaged, or made from something else."""
+        """Read a file of `write_table`; None if it is missing, damaged, or made from other inputs."""
         try:
             table = read_json(self.directory / name)
         except DamagedError:
@@ -247,12 +247,12 @@ class Run:
 
     @property
     def results(self) -> dict[str, str]:
-        """The seals of the results of the jobs that are done."""
+        """Seals of the results of finished jobs."""
         return {job.name: check_seal(job.directory / "metrics.json") for job in self.done}
 
     @property
     def times(self) -> dict[str, Any] | None:
-        """How long predicting and training take, by method (`timing.py`); None before that was measured."""
+        """Times of predicting and training by method (`costs.py`); None before they are measured."""
         try:
             table = read_json(self.times_path)
         except DamagedError:
@@ -265,7 +265,7 @@ class Run:
 
     @property
     def timed(self) -> dict[str, list[str]]:
-        """Which job of each method is timed, the first that is done, with the seal of its results."""
+        """Timed job of each method, the first finished one, with the seal of its results."""
         first: dict[str, Job] = {}
         for job in self.done:
             first.setdefault(job.label, job)
@@ -273,7 +273,7 @@ class Run:
 
     @property
     def baselines(self) -> dict[str, Any] | None:
-        """What predicts without a network, and how well (`baselines.py`); None before that was measured."""
+        """Scores of baselines without a network (`baselines.py`); None before they are measured."""
         about = self.about or {}
         return self.read_table(self.baselines_path.name, about.get("folds") or about.get("fingerprint", ""))
 
@@ -285,32 +285,32 @@ class Run:
 
     @property
     def done(self) -> list[Job]:
-        """Those that have results."""
+        """Jobs with results."""
         return [job for job in self.jobs if job.done]
 
     @property
     def missing(self) -> list[Job]:
-        """Those that have no results yet, failed or not."""
+        """Jobs without results, failed or not."""
         return [job for job in self.jobs if not job.done]
 
     @property
     def failed(self) -> dict[str, str]:
-        """Why jobs failed when they were last run, by name."""
+        """Reasons of the last failures, by job name."""
         return {job.name: failure for job in self.jobs if (failure := job.failure)}
 
     @property
     def damaged(self) -> dict[str, str]:
-        """What is wrong with results that are not whole, by name."""
+        """Damage of results that are not intact, by job name."""
         return {job.name: damage for job in self.jobs if (damage := job.damage)}
 
     def clean(self) -> None:
-        """Remove the unfinished files of a process that was killed."""
+        """Remove unfinished files of killed processes."""
         for path in [*self.directory.glob(f".*{UNFINISHED}"), *self.directory.glob(f"jobs/*/.*{UNFINISHED}")]:
             path.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other study can run here; the lock ends with the process."""
+        """Prevent other studies from running here inside the context; the lock ends with the process."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with open_own(self.directory / ".lock", "a") as file:
             if os.name == "posix":
@@ -329,7 +329,7 @@ class Run:
 
 
 def _fault(metrics: Mapping[str, Any]) -> str | None:
-    """What is wrong with the form of results; None where nothing is."""
+    """Describe what is wrong with the format of results; None if it is valid."""
     for name in ("files", "scores", "costs"):
         if not isinstance(metrics.get(name), dict):
             return f"{name!r} must be a table"
@@ -344,17 +344,17 @@ def _fault(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """As `plain_number` writes it: NaN is null, and infinity a text."""
+    """Return whether a value is a number as `plain_number` writes it: NaN is null, infinity is a string."""
     return value in (None, "inf", "-inf") or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def failure_in(event: Mapping[str, Any]) -> str | None:
-    """Why a job failed, where this is the event of that."""
+    """Return the reason if an event is a failure; else None."""
     return str(event.get("message") or "it gave no reason") if event.get("event") == "failed" else None
 
 
 def _event(line: bytes) -> dict[str, Any]:
-    """A line of a log; one that was cut off when the machine died is empty."""
+    """Parse a line of a log; empty if it was cut off by a crash."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

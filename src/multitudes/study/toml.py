@@ -1,4 +1,4 @@
-"""TOML files: on which line a key is, for errors, how to write one (`tomllib` does neither), and scales.
+"""TOML helpers that `tomllib` lacks: find the line of a key for errors, write files, and apply scales.
 
 A study can be run smaller or larger: tables `[scales.NAME]` of a `study.toml` hold what differs there.
 
@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 Place = tuple[str | int, ...]
-"""Where a value is: `("training", "epochs")`, `("seeds", 1)`."""
+"""Path of a value: `("training", "epochs")`, `("seeds", 1)`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TomlText:
     scale: str | None = None
 
     def line(self, place: Place) -> int | None:
-        """The line, from 1, on which the key of a value begins, or else that of the innermost table that holds it.
+        """Return the line, from 1, where the key of a value begins, or that of the innermost table around it.
 
         >>> text = TomlText("seeds = [0,\\n 1]\\n\\n[training]\\nepochs = 3", "study.toml")
         >>> text.line(("seeds", 1)), text.line(("training", "epochs")), text.line(("training", "lr"))
@@ -43,7 +43,7 @@ class TomlText:
 
     @cached_property
     def _lines(self) -> dict[Place, int]:
-        """By place: each key is on the first line after the longest beginning of the text that lacks it."""
+        """Lines by place: the first line after the longest valid prefix of the text that lacks the key."""
         found: dict[Place, int] = {}
         lines, start = self.text.split("\n"), 1
         for end in range(1, len(lines) + 1):
@@ -68,7 +68,7 @@ def _places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def to_toml(table: Mapping[str, Any], name: str = "") -> str:
-    """A table as TOML: plain values first, then the tables in it. What is None is left out: TOML has no null.
+    """Format a table as TOML: plain values first, then nested tables. None is left out: TOML has no null.
 
     >>> print(to_toml({"training": {"lr": 0.1}, "seeds": [0, 1], "device": "cpu"}), end="")
     seeds = [0, 1]
@@ -102,7 +102,7 @@ def _value(value: Any) -> str:
 
 
 def at_scale(raw: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
-    """The tables of a file at a scale; None is the file without its scales.
+    """Return the tables of a file at a scale; None is the file without its scales.
 
     >>> raw = {"training": {"epochs": 75, "lr": 0.1}, "scales": {"smoke": {"training": {"epochs": 1}}}}
     >>> at_scale(raw, "smoke")
@@ -123,7 +123,7 @@ def at_scale(raw: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
 
 
 def _merged(table: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A table whose values are replaced by those of another; tables in it likewise."""
+    """Merge two tables recursively; values of `other` win."""
     merged = dict(table)
     for key, value in other.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -1,4 +1,4 @@
-"""A trained network and its data, read from the directory of a job; and as an ONNX file that takes raw inputs."""
+"""A trained network with its data, loaded from a job's directory, and its export to ONNX with raw inputs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from multitudes.study.store import Job, Run
 from multitudes.training.precision import check_precision
 
 EXAMPLES = 64
-"""How many test inputs the file is compared with torch on."""
+"""Number of test inputs for comparing the exported file with torch."""
 
 TOLERANCE = 1e-3
-"""How much the file may differ from torch, in standardised units."""
+"""Maximum difference between the file and torch, in standardised units."""
 
 IMAGE, TOKENS = "image", "tokens"
-"""The names of inputs of pixels, and of tokens."""
+"""Names of pixel inputs and token inputs."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a job has trained, and on what."""
+    """The trained network of a job, with its data."""
 
     job: Job
     net: Multitude | Calibrated
@@ -55,10 +55,10 @@ class Trained:
     def read(
         cls, path: str | Path, device: str | None = None, draws: int | None = None, model_file: str | None = None
     ) -> Trained:
-        """From the directory of a job, or of a run that has one alone; the network is in evaluation mode.
+        """Read from the directory of a job, or of a run with a single job; the network is in evaluation mode.
 
-        No code is run that the directory names. A network of the user's own code is built from `model_file`, which is
-        FILE.py:FUNCTION, or FILE.py with the function of the training.
+        No code named in the directory is run. A user's network is built from `model_file`: FILE.py:FUNCTION, or FILE.py
+        to use the function name of the training.
         """
         where = device_of(device)
         job = find_job(path)
@@ -86,9 +86,9 @@ class Trained:
         progress: bool | None = None,
         by: Predictor | None = None,
     ) -> Predictive:
-        """What the network predicts of inputs like those of its data, `[N, ...]`, on the CPU; or what `by` predicts.
+        """Predict inputs like those of its data, `[N, ...]`, on the CPU, with the network or with `by`.
 
-        A network that draws nothing needs no seed.
+        Pass `seed=None` for a network without draws.
         """
         net, prepare = by or self.net, lambda x, _: self.data.preprocess(x)
         options = {} if seed is None else {"seed": seed}
@@ -103,7 +103,7 @@ class Trained:
 
 
 def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str, Any] | None:
-    """The network of the user's own code that a job has trained, from the given file; None where it has none."""
+    """Return the user's network of a job, built from the given file; None if the job has no user code."""
     named = model.get("file")
     if given is None:
         if named is not None:
@@ -124,14 +124,14 @@ def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str
 
 
 def mixed_precision(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
-    """Inside, torch computes with this precision; an error where this machine cannot."""
+    """Return an autocast context for this precision; raise if the machine does not support it."""
     precision = precision_on(precision, device)
     check_precision(precision, device)
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 
 def find_job(path: str | Path) -> Job:
-    """The job in a directory: that of a job, or of a run that has one alone."""
+    """Find the job in a directory of a job, or of a run with a single job."""
     path = Path(path)
     if (path / "config.json").is_file():
         job = Job(path)
@@ -147,7 +147,7 @@ def find_job(path: str | Path) -> Job:
     if not done:
         damaged = next((f"; {damage}" for damage in run.damaged.values()), "")
         raise ValueError(f"no job of the run {str(path)!r} is done{damaged}")
-    from multitudes.study.leaderboard import leaderboard  # here: one job is read without metrics
+    from multitudes.study.leaderboard import leaderboard  # local: reading one job needs no metrics
 
     best = next(row for row in leaderboard(run) if not row.baseline)
     example = run.job(best.name, best.seeds[0]).directory
@@ -159,9 +159,9 @@ def find_job(path: str | Path) -> Job:
 
 
 def export_inputs(data: Data) -> dict[str, tuple[str, str]]:
-    """The inputs of a file for networks of these data, by name: their type, and what they hold.
+    """Return the inputs of the exported file by name: their type and content.
 
-    They are the columns of a table, one by one, the pixels of images, or the tokens of texts.
+    They are the single columns of a table, the pixels of images, or the tokens of texts.
     """
     encoder = data.encoder
     if isinstance(encoder, TextEncoder):
@@ -176,7 +176,7 @@ def export_inputs(data: Data) -> dict[str, tuple[str, str]]:
 
 
 def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Path:
-    """Write a trained network, on the CPU, as one ONNX file; checked by onnxruntime on raw test inputs."""
+    """Write a trained network as one ONNX file, on the CPU, and verify it with onnxruntime on raw test inputs."""
     data = trained.data
     x = data.test.x[:EXAMPLES]
     raw, inputs = _raw(trained, x), x if data.kind.written else data.normalised(x)
@@ -190,7 +190,7 @@ def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Pa
 
 
 def tokenizer_path(data: Data, path: Path) -> Path | None:
-    """Where the tokenizer of texts is written, for the `tokenizers` library; None where there are no texts."""
+    """Return the path of the tokenizer file, for the `tokenizers` library; None if the data are not texts."""
     return path.with_suffix(".tokenizer.json") if data.kind.written else None
 
 
@@ -218,6 +218,6 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
 
 
 def _restored(encoder: TableEncoder, x: Tensor) -> list[Tensor]:
-    """Raw columns that have these features `[N, F]`."""
+    """Invert the features `[N, F]` into raw columns."""
     parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
     return [feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)]

@@ -1,9 +1,9 @@
-"""One job of a study, a method with a seed: trained, measured and written down, from its `config.json` alone.
+"""Run one job of a study, a method with a seed: train, measure and save it, using only its `config.json`.
 
     python -m multitudes.study.worker RUN/jobs/packed-0
 
-A job imports what trains and measures, and nothing that plans, plots or talks to a cluster. It can be killed at any
-moment and run again: training goes on from its last checkpoint, and the job is done when its `metrics.json` is there.
+A job does not import planning, plotting or cluster code. It can be killed at any moment and run again: training resumes
+from the last checkpoint, and the job is done once its `metrics.json` exists.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from multitudes.training.recorder import Recorder
 from multitudes.training.trainer import Epoch, Progress
 
 SETTLING = 2048
-"""The most training inputs that batch-norm statistics are computed on."""
+"""Maximum number of training inputs for batch-norm statistics."""
 
 
 def run(directory: str | Path, device: str | None = None, accelerator: Any = None) -> None:
-    """Run the job in a directory, on its configuration's device or another; does nothing where it is done.
+    """Run the job in a directory, on its configured device or another; does nothing if it is done.
 
-    Failures are written to `log.jsonl`, one sentence, before they are raised. With a Hugging Face `Accelerator` all
-    its processes call this: all train, on its devices, and the main one measures and writes.
+    Failures are logged to `log.jsonl` as one sentence before they are raised. With a Hugging Face `Accelerator` every
+    process calls this: all of them train, on its devices, and the main one measures and writes.
     """
     directory = Path(directory)
     leads = accelerator is None or accelerator.is_main_process
@@ -58,7 +58,7 @@ def run(directory: str | Path, device: str | None = None, accelerator: Any = Non
 
 
 def _run(job: Assignment, log: _Log) -> None:
-    start, commit = time.time(), costs.commit()  # now: the files may change while this runs
+    start, commit = time.time(), costs.commit()  # read now: the files may change during the run
     log("start", message=f"{job.method.name} on {job.data.name}, seed {job.seed}, {job.device}")
     with seeded(job.seed):
         network = job.network()
@@ -94,7 +94,7 @@ def _run(job: Assignment, log: _Log) -> None:
 
 
 def _costs(job: Assignment, net: Multitude, single: Multitude, memory: list[int]) -> dict[str, float]:
-    """What is the same on every machine, beside a single network's; times are measured when all jobs are done."""
+    """Return costs that do not depend on the machine, also relative to the single network; times are measured later."""
     x = job.data.normalised(job.data.test.x[:1]).to(job.device)
     own, base = (
         {"parameters": costs.parameters(each), "multiply_adds": costs.multiply_adds(each, x), "peak_memory_bytes": peak}
@@ -107,12 +107,12 @@ def _costs(job: Assignment, net: Multitude, single: Multitude, memory: list[int]
 
 
 def _resumed(job: Assignment, net: Multitude, times: list[int], log: _Log) -> Recorder | None:
-    """The recorder of a job, where it records; a checkpoint or recording that is damaged is removed."""
+    """Return the job's recorder if it records; remove a damaged checkpoint or recording."""
     recording = job.directory / "recording"
 
     def recorder() -> Recorder | None:
         step = saved_step(job.checkpoint, job.identity)
-        if step is None:  # from the beginning
+        if step is None:  # start over
             shutil.rmtree(recording, ignore_errors=True)
         if not times:
             return None
@@ -130,10 +130,12 @@ def _resumed(job: Assignment, net: Multitude, times: list[int], log: _Log) -> Re
 
 
 def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, list[Epoch]]:
-    """What predicts, and what each epoch was like."""
+    """Train the network; return the final one, and its epochs."""
     loader = job.loader
     arguments = job.arguments(net)
-    batches = len(loader) // (job.accelerator.num_processes if job.accelerator else 1)  # of this process, an epoch
+    batches = len(loader) // (
+        job.accelerator.num_processes if job.accelerator else 1
+    )  # batches of this process per epoch
     times = job.method.times(arguments["epochs"] * batches, job.settings)
     recorder = _resumed(job, net, times, log) if job.leads else None
     started = time.monotonic()
@@ -162,14 +164,14 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
 
 
 class _Log:
-    """`log.jsonl`: a line for every event, on the disk at once."""
+    """Append events to `log.jsonl`, one line each, flushed at once."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
 
     def __call__(self, event: str, **what: Any) -> None:
         if self.path is None or not self.path.parent.is_dir():
-            return  # where there is no job, there is none to tell of
+            return  # no job directory, nothing to log
         with open_own(self.path, "a") as file:
             file.write(json.dumps({"time": time.time(), "event": event, **what}) + "\n")
 
@@ -180,12 +182,12 @@ def _sentence(error: Exception) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line of one job."""
+    """Run one job from the command line."""
     parser = argparse.ArgumentParser(prog="python -m multitudes.study.worker", description="Run one job of a study.")
     parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, in which is a config.json")
     parser.add_argument("--device", help="cpu, cuda or auto, in place of the configuration's")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a traceback, as SIGTERM does
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end the process without a traceback, like SIGTERM
     run(given.directory, given.device)
 
 

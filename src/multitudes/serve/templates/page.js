@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const state = { about: null, token: "", image: null, asked: 0 };
 
-// Everything that comes from the network or its data is put into the page as text, never as markup.
+// Insert everything from the network or its data as text, never as markup.
 function element(tag, settings, ...children) {
   const made = document.createElement(tag);
   Object.assign(made, settings || {});
@@ -37,7 +37,7 @@ async function fetched(path, settings) {
   return found;
 }
 
-// -- asking ---------------------------------------------------------------------------------------------
+// -- requests -------------------------------------------------------------------------------------------
 
 function body() {
   const { about } = state;
@@ -155,7 +155,7 @@ function imageOf(address) {
   return new Blob([bytes], { type: "image/png" });
 }
 
-// -- the answer -----------------------------------------------------------------------------------------
+// -- answers --------------------------------------------------------------------------------------------
 
 const called = () => (state.about.draws ? "draws" : "members");
 
@@ -270,7 +270,7 @@ function show(found) {
   if (bottom < 0 || top > innerHeight - 60 || (top < 0 && innerWidth <= 760)) $("answer").scrollIntoView();
 }
 
-// -- the beginning --------------------------------------------------------------------------------------
+// -- start ----------------------------------------------------------------------------------------------
 
 async function open() {
   try {
@@ -305,7 +305,7 @@ $("words").addEventListener("keydown", (event) => { if (event.key === "Enter" &&
 $("paste").addEventListener("change", pasted);
 $("level").addEventListener("change", () => { if (!$("result").hidden) ask(); });
 $("file").addEventListener("change", () => take($("file").files[0]));
-// Anywhere on the page: a browser would leave it to show a file that is dropped beside the box.
+// Handle drops anywhere on the page: browsers open a file that is dropped outside of the box.
 for (const name of ["dragenter", "dragover"]) document.addEventListener(name, (event) => { event.preventDefault(); $("drop").classList.add("over"); });
 for (const name of ["dragleave", "drop"]) document.addEventListener(name, () => $("drop").classList.remove("over"));
 document.addEventListener("drop", (event) => {
