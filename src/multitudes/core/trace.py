@@ -432,13 +432,17 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
                     (value.extend if isinstance(value, list) else value.update)(items)
 
 
+_NOT_OPENED = ("torch", "numpy", "builtins", "multitudes.")
+"""Modules of classes whose objects do not belong to a network."""
+
+
 def _containers(value: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
     """Yield the containers in a value, and the attributes of objects in it, each once."""
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or id(value) in seen or not depth:
         return
     held = value
     if not isinstance(value, (list, tuple, dict, set, deque)):
-        if type(value).__module__.startswith(("torch", "numpy", "builtins")) or not hasattr(value, "__dict__"):
+        if type(value).__module__.startswith(_NOT_OPENED) or not hasattr(value, "__dict__"):
             return
         held = vars(value)
     seen.add(id(value))

@@ -167,6 +167,7 @@ class Run:
     directory.
 
     >>> import tempfile
+    >>> from multitudes.core.files import write_atomically
     >>> run = Run(tempfile.mkdtemp())
     >>> _ = write_atomically(run.spec_path, "seeds = [0, 1]\\n[methods.single]\\n[methods.packed]\\nmembers = 4\\n")
     >>> run.job("single", 0).write_metrics({"scores": {}, "costs": {}})
