@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from multitudes.core.archives import write_arrays
-from multitudes.core.files import write_json
+from multitudes.core.files import write_atomically, write_json
 from multitudes.metrics.declare import Better
 from multitudes.study.leaderboard import best, better, leaderboard, level_with_best
 from multitudes.study.rows import Row, Value
-from multitudes.study.store import Run, write_atomically
+from multitudes.study.store import Run
 from multitudes.study.trained import find_job
 
 

@@ -19,9 +19,10 @@ from multitudes.methods.listing import listed
 from multitudes.methods.subspace import Subspace
 from multitudes.study.methods import METHODS, Method, method_of, methods_for, unfit
 from multitudes.study.networks import build_network, defaults, network_names, outputs_of
-from multitudes.training.fit import Progress, fit
+from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder
 from multitudes.training.schedules import schedule_of
+from multitudes.training.trainer import Progress
 
 NAMES = [
     "single", "deep", "tabm", "packed", "heads", "batch_ensemble", "lora", "masksembles", "laplace", "mimo",

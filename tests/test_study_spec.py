@@ -16,8 +16,8 @@ from multitudes.study.methods import METHODS
 from multitudes.study.sections import TrainingSection
 from multitudes.study.spec import Spec, SpecError
 from multitudes.study.toml import TomlText, to_toml
-from multitudes.training.fit import PRECISIONS
 from multitudes.training.optimizers import OPTIMIZERS
+from multitudes.training.precision import PRECISIONS
 
 DIGITS, SMALL_IMAGE, TABLE = (1, 8, 8), (3, 4, 4), (13,)
 

@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from multitudes.core.files import DamagedError
+from multitudes.core.files import DamagedError, write_atomically
 from multitudes.study.monitor import JobProgress, time_left
-from multitudes.study.store import Job, Run, write_atomically
+from multitudes.study.store import Job, Run
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
