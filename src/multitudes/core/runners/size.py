@@ -19,7 +19,7 @@ MANY = 8
 """From this many members on, calling layers M times takes longer than stacking their weights in every call. With fewer,
 only convolutions of several rows are faster packed."""
 
-MOST_WEIGHTS = 2**20
+MOST_WEIGHTS = 2**21
 """Maximum bytes of all members' weights in networks without convolutions, since they are stacked in every call."""
 
 MOST_KERNELS = 2**23
