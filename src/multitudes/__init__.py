@@ -141,6 +141,6 @@ HOMES = {
     "training.fit": "fit",
     "training.recorder": "Recorder",
 }
-"""Where the public names are. Each is imported when it is first asked for, since torch alone takes a second."""
+"""Modules of the public names. Each is imported on first access, since torch alone takes a second."""
 
 __getattr__, __dir__ = lazy_names(__name__, HOMES, ROOMS)
