@@ -225,6 +225,25 @@ def test_a_seed_gives_the_same_draws_however_members_run() -> None:
     handle.remove()
 
 
+def test_mixed_rows_are_noticed_behind_outputs_that_hardly_depend_on_them() -> None:
+    """Members' errors are small beside the distance between the classes, not beside that between rows."""
+    far = torch.tensor([150.0, -150.0, 0.0])
+
+    def centred(net: Any, x: Tensor) -> Tensor:
+        h = net.b(net.trunk(x).relu())
+        return far + net.out(h - h.mean(0))
+
+    def rows_only(net: Any, x: Tensor) -> Tensor:
+        return far + net.out(net.b(net.trunk(x).relu()))
+
+    for code in (centred, rows_only):
+        net, x = shared(code).train(), x_of(8)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            for index, prediction in enumerate(net(x)):
+                torch.testing.assert_close(prediction, net.member(index)(x), rtol=0, atol=1e-3)
+
+
 def test_small_batches_keywords_and_recurrent_blocks() -> None:
     net = mt.heads(Coded(lambda net, x: net.out(residual(net, x))), 3, layers=["out"], seed=0).train()
     assert [net(x_of(rows)).shape[1] for rows in (1, 0, 5)] == [1, 0, 5]

@@ -138,7 +138,7 @@ def _is_half(values: Tensor) -> bool:
 def _tolerance(values: Tensor) -> float:
     if values.is_cuda:  # TensorFloat-32
         return 0.02
-    return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-3
+    return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-4
 
 
 # -- runners ---------------------------------------------------------------------------------------------

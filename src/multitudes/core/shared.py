@@ -373,6 +373,8 @@ class SharedRunners:
             named = layer if isinstance(trial, Tiled) else None
             learns = torch.is_grad_enabled()
             reason = difference(self.network, x, lambda x: fast(x)[few], plain, gradients=learns, layer=named)
+            if not reason and isinstance(trial, Tiled):  # members' rows are nearly equal, and hide what mixes them
+                reason = rows_interact(self.network, lambda x: run(alone[0], x)[None], x)
         # Torch can take no such gradient through a reentrant checkpoint, where rows are tiled as they are outside.
         return "" if named is not None and "use_reentrant" in reason else reason
 
