@@ -155,13 +155,14 @@ def test_a_stopped_study_leaves_no_process_and_goes_on_where_it_was(make, tmp_pa
 
 @linux
 @pytest.mark.slow
-def test_where_the_driver_is_killed_another_one_goes_on(make, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])  # after SIGTERM a driver ends well
+def test_where_the_driver_is_killed_another_one_goes_on(number, make, tmp_path):
     run = prepare(make(methods=["single", "packed"], seeds=1, epochs=300), tmp_path / "run")
 
     def kill():
         while not any(event["event"] == "epoch" for event in run.jobs[0].events()[0]):
             time.sleep(0.005)
-        os.kill(min(processes(os.getpid())), signal.SIGKILL)
+        os.kill(min(processes(os.getpid())), number)
 
     threading.Thread(target=kill, daemon=True).start()
     assert sorted(run_local(run).done) == ["packed-0", "single-0"]

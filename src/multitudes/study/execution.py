@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from multitudes.core.checks import check_count, check_number
+from multitudes.core.checks import check_count, check_number, plural
 from multitudes.study.monitor import Interrupted, JobProgress, Monitor, Outcome, Snapshot
 from multitudes.study.store import Run
 
@@ -124,6 +124,8 @@ def _follow(driver: Driver, run: Run, monitor: Monitor, silence: float = threadi
                 monitor.ended(run.named(message["job"]), message["seconds"], message["reason"])
             if "running" in message:
                 monitor.update([JobProgress(**each) for each in message["running"]])
+        if left := len(monitor.waiting()):
+            raise LostError(f"was stopped before {plural(left, 'job')} had run")
     except KeyboardInterrupt:
         driver.stop()
         raise Interrupted(run) from None
