@@ -4,8 +4,8 @@
     python -m benchmarks.families --only BERT                        # one row of it
     python -m benchmarks.families --only BERT --method packed        # one of them, with the whole reason
 
-"ok" is the verdict of the judge of random networks (`tests/random_judge.py`): predictions, gradients, buffers and
-draws as those of the members run one by one. Whatever else is there is why the method refuses, in three words.
+"ok" is the verdict of `tests/campaigns/random_judge.py`: predictions, gradients, buffers and draws are those of the
+members run one by one. Anything else is the reason why the method refuses, in three words.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.family_networks import FAMILIES, family
 from benchmarks.networks_page import PAGE, written
-from tests.random_judge import Verdict, judged
-from tests.random_methods import CHECKS, ROWS
+from tests.campaigns.random_judge import Verdict, judged
+from tests.campaigns.random_methods import CHECKS, ROWS
 
 COLUMNS = {
     "fuse, loop": ("fuse", "loop"),

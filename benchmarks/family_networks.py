@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.random_networks import Case, in_double, run
+from tests.campaigns.random_networks import Case, in_double, run
 
 CLASSES = 3
 BATCH = 4

@@ -62,7 +62,7 @@ class Hops:
 def hops(call: Callable[[], Any], package: str = PACKAGE) -> Hops:
     """Count what the third of three calls runs of a package, by its folder.
 
-    >>> from multitudes.core.calling import call
+    >>> from multitudes.networks.calls import call
     >>> found = hops(lambda: call(nn.Linear(3, 2), torch.zeros(1, 3)))
     >>> sorted(name for _, name in found.functions), found.calls, found.depth
     (['call', 'chosen_output', 'prediction_in', 'split_call'], 4, 3)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.landscape.planes import Plane, plane
+from multitudes.landscape.weight_space.planes import Plane, plane
 from multitudes.training.recorder import unflattened
 
 

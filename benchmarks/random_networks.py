@@ -3,10 +3,9 @@
     python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2] [--write]  # from the root of the repository
     python -m benchmarks.random_networks --only 123 --method packed                  # one of them again, with reasons
 
-A network is known by its number (`tests/random_networks.py`); seed S means the numbers from S on. Each is *right*
-under a method and a runner, *refused* for a reason, *crashed*, or *wrong* without a word (`tests/random_judge.py`). The
-last two must be 0, and of the thousand from 0 on no fewer may be right under any method than are now
-(`tests/random_floor.py`).
+A network is known by its number; seed S means the numbers from S on. Each is *right* under a method and a runner,
+*refused* for a reason, *crashed*, or silently *wrong* (`tests/campaigns/random_judge.py`). The last two must be 0. The
+first thousand networks have a floor: how many must be right under each method (`tests/campaigns/random_floor.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from functools import partial
 import torch
 
 from benchmarks.networks_page import PAGE, written
-from tests.random_floor import CAMPAIGN, FLOORS, below
-from tests.random_methods import CHECKS, ROWS, Verdict, verdict
-from tests.random_networks import case
+from tests.campaigns.random_floor import CAMPAIGN, FLOORS, below
+from tests.campaigns.random_methods import CHECKS, ROWS, Verdict, verdict
+from tests.campaigns.random_networks import case
 
 KINDS = ("right", "refused", "crashed", "wrong")
 Verdicts = dict[tuple[str, str], Verdict]

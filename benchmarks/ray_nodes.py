@@ -10,11 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from multitudes.study.execution import run_cluster
-from multitudes.study.planning import prepare
-from multitudes.study.spec import Spec
-from tests.ray_nodes import nodes
-from tests.study_cases import write_table
+from multitudes.lab.study.run.execution import run_cluster
+from multitudes.lab.study.spec.planning import prepare
+from multitudes.lab.study.spec.specification import Spec
+from tests.lab.study.ray_nodes import nodes
+from tests.lab.study.study_cases import write_table
 
 
 def main(count: int) -> None:

@@ -23,11 +23,11 @@ import time
 import urllib.request
 from pathlib import Path
 
-from multitudes.serve.held_out import examples, held_out
-from multitudes.study.planning import prepare
-from multitudes.study.spec import Spec
-from multitudes.study.trained import Trained
-from multitudes.study.worker import run as run_job
+from multitudes.lab.serve.held_out import examples, held_out
+from multitudes.lab.study.run.trained_network import Trained
+from multitudes.lab.study.run.worker import run as run_job
+from multitudes.lab.study.spec.planning import prepare
+from multitudes.lab.study.spec.specification import Spec
 
 
 def main() -> None:

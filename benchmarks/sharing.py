@@ -17,9 +17,9 @@ from speed import Case, batch_for, measure, options
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.member_layer import MemberLayer
+from multitudes.ensemble.member_layer import MemberLayer
 from multitudes.methods.masksembles import Masked
-from multitudes.methods.member_affine import AffineMemberLayer
+from multitudes.surgery.member_affine import AffineMemberLayer
 
 
 def changing(weights: bool, net: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.trace import recording
+from multitudes.networks.trace import recording
 
 RUNNERS = ("packed", "vmapped", "auto")
 

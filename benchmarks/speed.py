@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import multitudes as mt
-from multitudes.core.packing import pointwise
-from multitudes.core.shared import SharedMembers
+from multitudes.ensemble.packing import pointwise
+from multitudes.ensemble.shared import SharedMembers
 
 METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
     "deep ensemble, 4": partial(mt.deep_ensemble, members=4),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes import metrics
-from multitudes.study.costs import parameters
+from multitudes.lab.study.run.costs import parameters
 from recipes.camvid_data import CLASSES, UNLABELLED, Crops, Frames, balanced, place, read, sequences
 from recipes.recipe import Recipe, rounded
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitudes.core.files import write_atomically
-from multitudes.study.store import Job, Run
+from multitudes.base.sealed_files import write_atomically
+from multitudes.lab.study.run.store import Job, Run
 from recipes.recipe import ROOT, rounded
 
 __all__ = ["collect", "main"]

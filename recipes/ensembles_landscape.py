@@ -21,9 +21,9 @@ from torch import Tensor
 
 import multitudes as mt
 from multitudes import landscape
-from multitudes.data import Loader
+from multitudes.lab.data import Loader
+from multitudes.lab.study.run.costs import parameters
 from multitudes.landscape import Solutions
-from multitudes.study.costs import parameters
 from multitudes.training.trainer import Progress
 from recipes.landscape_runs import (
     ROWS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes import landscape
-from multitudes.data import Data, Loader, Part
+from multitudes.lab.data import Data, Loader, Part
 from multitudes.landscape import Solutions
 from multitudes.shift import CORRUPTIONS, EXTRA
 from recipes.recipe import Recipe

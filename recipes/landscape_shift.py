@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.batches import Batches
-from multitudes.core.draws.stochastic import stochastic_layers
 from multitudes.landscape import Solutions, read_solutions, subspaces
 from multitudes.landscape.figures import add_lines, subplots
 from multitudes.landscape.solutions import last_checkpoint, trajectory_of
 from multitudes.methods.subspace import KINDS
+from multitudes.networks.stochastic import stochastic_layers
 from multitudes.shift import CORRUPTIONS, corrupt
+from multitudes.training.batches import Batches
 from multitudes.training.recorder import Checkpoints
 
 __all__ = ["UnderCorruption", "under_corruption", "variants"]

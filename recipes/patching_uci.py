@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.data import Data, Part
+from multitudes.lab.data import Data, Part
 from multitudes.metrics import fit_noise_precision, log_density, rmse
 from recipes.recipe import Recipe, rounded
 

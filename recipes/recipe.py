@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.core.devices import device_of
-from multitudes.core.files import write_atomically
-from multitudes.data import Data, Loader
-from multitudes.study.costs import commit, machine, versions
+from multitudes.base.sealed_files import write_atomically
+from multitudes.lab.data import Data, Loader
+from multitudes.lab.study.run.costs import commit, machine, versions
+from multitudes.networks.devices import device_of
 
 __all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]
 

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 import multitudes as mt
-from multitudes.data import Data, Loader, Part
+from multitudes.lab.data import Data, Loader, Part
+from multitudes.lab.study.run.costs import parameters
+from multitudes.lab.study.spec.assignment import data_of
 from multitudes.shift import Attack, fgsm, pgd
-from multitudes.study.assignment import data_of
-from multitudes.study.costs import parameters
 from recipes import smoothing_measures as measures
 from recipes.recipe import Recipe, loaded, rounded
 

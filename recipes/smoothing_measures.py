@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 import multitudes as mt
-from multitudes.data import Data, Loader, Part
+from multitudes.lab.data import Data, Loader, Part
 from multitudes.landscape import filter_normalised, hessian_spectrum, plane, random_direction
 from multitudes.metrics import (
     ECE,

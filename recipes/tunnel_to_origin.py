@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multitudes.landscape import Path
 from multitudes.landscape.figures import coloured, figure
-from multitudes.landscape.weights import WeightScorer, measured, single_network
+from multitudes.landscape.weight_space.weight_scores import WeightScorer, measured, single_network
 from multitudes.training.recorder import unflattened
 
 __all__ = ["Stitched", "stitched"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.data import Data, Loader
+from multitudes.lab.data import Data, Loader
 from multitudes.methods.variance.layers import variance_layers
 from multitudes.shift.attacks import Attack, iterative_fast_sign
 from recipes.recipe import Recipe, accuracies, accuracy, loaded, of_pixels

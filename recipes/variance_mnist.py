@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.data import Data, Loader
+from multitudes.lab.data import Data, Loader
+from multitudes.lab.study.run.costs import parameters
 from multitudes.methods.variance import transition
 from multitudes.methods.variance.layers import variance_layers
 from multitudes.methods.variance.transition import THRESHOLD
-from multitudes.study.costs import parameters
 from multitudes.training.trainer import Progress
 from recipes.recipe import Recipe, accuracies, accuracy
 

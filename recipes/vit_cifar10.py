@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import multitudes as mt
-from multitudes.data import Data, Loader
-from multitudes.study import costs
-from multitudes.study.costs import in_turns
+from multitudes.lab.data import Data, Loader
+from multitudes.lab.study.run import costs
+from multitudes.lab.study.run.costs import in_turns
 from recipes.recipe import Recipe, loaded
 
 MEMBERS, HEADS, ALPHA = 4, 8, 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import multitudes as mt
-from multitudes.core.tasks import TASKS
+from multitudes.tasks import TASKS
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)

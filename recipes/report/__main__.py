@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multitudes.core.files import write_atomically
+from multitudes.base.sealed_files import write_atomically
 from recipes.collect import RESULTS
 from recipes.recipe import ROOT
 from recipes.report.headline import with_headline

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multitudes.landscape import DiversityPlane, FunctionMap, Path, Plane, Similarity
-from multitudes.landscape.directions import Frame
-from multitudes.landscape.growing import Growth
-from multitudes.landscape.weights import Scores
+from multitudes.landscape.ensemble_growth import Growth
+from multitudes.landscape.weight_space.directions import Frame
+from multitudes.landscape.weight_space.weight_scores import Scores
 from recipes.landscape_shift import UnderCorruption
 from recipes.report.landscape_claims import NAMES, NEAR, PAPER_SVHN, claims, middle_of, near, on_path
 from recipes.report.raw import MISSING, Raw, Section, number, percent, spread, table

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from multitudes.core.lazy import lazy_names
+from multitudes.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
-    from multitudes import data, landscape, layers, metrics, models, shift
-    from multitudes.core.draws.stochastic import Stochastic
-    from multitudes.core.members import Members, fuse
-    from multitudes.core.multitude import Multitude
-    from multitudes.core.tasks.gaussian import gaussian_nll
-    from multitudes.core.tasks.predictive import Predictive
-    from multitudes.deployment.conversion import deploy
+    from multitudes import landscape, layers, metrics, models, shift
+    from multitudes.deployment.deploy import deploy
+    from multitudes.ensemble.members import Members, fuse
+    from multitudes.ensemble.multitude import Multitude
     from multitudes.evaluation.calibrate import Calibrated, calibrate
     from multitudes.evaluation.evaluate import evaluate
     from multitudes.evaluation.predict import predict
     from multitudes.evaluation.scores import Evaluation
+    from multitudes.files.freeze import freeze
+    from multitudes.files.onnx import to_onnx
+    from multitudes.files.save import load, save
+    from multitudes.lab import data
     from multitudes.landscape import explain
     from multitudes.methods.batch_ensemble import batch_ensemble
     from multitudes.methods.deep_ensemble import deep_ensemble
@@ -42,10 +43,10 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.methods.tabm import tabm
     from multitudes.methods.temporal import temporal
     from multitudes.methods.variance import variance
-    from multitudes.storage.freeze import freeze
-    from multitudes.storage.onnx import to_onnx
-    from multitudes.storage.save import load, save
+    from multitudes.networks.stochastic import Stochastic
     from multitudes.surgery.check import check
+    from multitudes.tasks.gaussian import gaussian_nll
+    from multitudes.tasks.predictive import Predictive
     from multitudes.training.fit import fit
     from multitudes.training.recorder import Recorder
 
@@ -103,16 +104,16 @@ __all__ = [
 ]
 
 ROOMS = (
-    *("core", "surgery", "training", "methods", "layers", "models", "metrics", "shift", "evaluation", "storage"),
-    *("deployment", "landscape", "data", "sklearn", "study", "report", "serve"),
+    *("base", "networks", "tasks", "draws", "ensemble", "surgery", "training", "methods", "layers", "models"),
+    *("metrics", "shift", "evaluation", "files", "deployment", "landscape", "lab", "sklearn"),
 )
 HOMES = {
-    "core.draws.stochastic": "Stochastic",
-    "core.members": "Members fuse",
-    "core.multitude": "Multitude",
-    "core.tasks.gaussian": "gaussian_nll",
-    "core.tasks.predictive": "Predictive",
-    "deployment.conversion": "deploy",
+    "networks.stochastic": "Stochastic",
+    "ensemble.members": "Members fuse",
+    "ensemble.multitude": "Multitude",
+    "tasks.gaussian": "gaussian_nll",
+    "tasks.predictive": "Predictive",
+    "deployment.deploy": "deploy",
     "evaluation.calibrate": "Calibrated calibrate",
     "evaluation.evaluate": "evaluate",
     "evaluation.predict": "predict",
@@ -134,13 +135,13 @@ HOMES = {
     "methods.tabm": "tabm",
     "methods.temporal": "temporal",
     "methods.variance": "variance",
-    "storage.freeze": "freeze",
-    "storage.onnx": "to_onnx",
-    "storage.save": "load save",
+    "files.freeze": "freeze",
+    "files.onnx": "to_onnx",
+    "files.save": "load save",
     "surgery.check": "check",
     "training.fit": "fit",
     "training.recorder": "Recorder",
 }
 """Modules of the public names. Each is imported on first access, since torch alone takes a second."""
 
-__getattr__, __dir__ = lazy_names(__name__, HOMES, ROOMS)
+__getattr__, __dir__ = lazy_names(__name__, HOMES, {**dict(zip(ROOMS, ROOMS, strict=True)), "data": "lab.data"})

@@ -7,7 +7,7 @@ def main() -> None:
     """Run the program."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it is imported, Ctrl-C ends it without a traceback
-    from multitudes.cli import main as run
+    from multitudes.lab.cli import main as run
 
     run()
 

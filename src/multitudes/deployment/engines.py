@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, mapped, tensors_in
-from multitudes.core.copying import copied
-from multitudes.core.devices import device_in
-from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.calls import Input, mapped, tensors_in
+from multitudes.networks.copies import copied
+from multitudes.networks.devices import device_in
+from multitudes.networks.stochastic import expecting
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """Minimum error bound in each precision, relative to the variation of predictions: the effect of a few roundings. If

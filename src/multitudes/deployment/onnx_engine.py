@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.calling import Input, plain_attention, tensors_in
-from multitudes.core.copying import copied
-from multitudes.core.multitude import Multitude
-from multitudes.core.trace import recording
 from multitudes.deployment.engines import Plain, signature, unusual
-from multitudes.storage.exporting import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
+from multitudes.ensemble.multitude import Multitude
+from multitudes.files.onnx_exporter import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
+from multitudes.networks.calls import Input, plain_attention, tensors_in
+from multitudes.networks.copies import copied
+from multitudes.networks.trace import recording
 
 UNLIKE = {"TopK", "NonZero"}
 """Operators that differ between ONNX Runtime and torch: tie breaking, and the mean of an empty selection, which ONNX

@@ -1,5 +1,5 @@
 """After training: `predict` a data set, `evaluate` a network, `calibrate` it.
 
-Imports `core`, `metrics` and `shift`. New scalings go into `temperature.py`, new conformal scores into `conformal.py`;
-new metrics, declared in `metrics`, appear here automatically.
+Imports `ensemble`, `metrics` and `shift`. Scalings are in `temperature.py` and conformal scores in `conformal.py`.
+Metrics that are declared in `metrics` appear here automatically.
 """

@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.devices import device_in
-from multitudes.core.multitude import Multitude
-from multitudes.core.predictor import PredictorModule, multitude_of
-from multitudes.core.tasks import task_of
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_count, check_number, check_seed
+from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.predictor import PredictorModule, multitude_of
 from multitudes.evaluation.conformal import Conformal, ConformalScore, check_targets
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.temperature import SCALINGS, Scaling
+from multitudes.networks.calls import Input
+from multitudes.networks.devices import device_in
+from multitudes.tasks import task_of
+from multitudes.tasks.predictive import Predictive
+from multitudes.training.batches import Batches
 
 PRIOR = 0.5
 """The standard deviation of the prior of log temperatures."""
@@ -202,7 +202,7 @@ class _Plan:
         penalty: float | None = None,
         randomized: bool = False,
     ) -> None:
-        from multitudes.metrics.inputs import check_ignore  # not needed to predict
+        from multitudes.metrics.class_inputs import check_ignore  # not needed to predict
 
         reading = task_of(task)
         scaling = _one_of("scaling", scaling, reading.scalings, task)
@@ -322,7 +322,7 @@ def _fitted(predictive: Predictive, target: Tensor, members: int, plan: _Plan) -
     if plan.scaling is not None:
         part, own = predictive[for_scaling], target[for_scaling]
         if predictive.reading.classes:
-            from multitudes.metrics.inputs import read_rows  # not needed to predict
+            from multitudes.metrics.class_inputs import read_rows  # not needed to predict
 
             rows = read_rows(part, own, plan.ignore)
             if not len(rows):

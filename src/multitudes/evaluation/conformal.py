@@ -38,9 +38,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.tasks import TASKS, Task
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_count, check_number, check_seed
+from multitudes.tasks import TASKS, Task
+from multitudes.tasks.predictive import Predictive
 
 TIE = 1e-6
 """Class scores this close count as equal, since rounding differs between devices."""

@@ -11,18 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from multitudes.core.batches import Batches
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_seed
-from multitudes.core.seeding import mixed
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_count, check_seed
 from multitudes.evaluation.predict import predictions
 from multitudes.evaluation.scores import Evaluation, Score
+from multitudes.metrics.class_inputs import places
 from multitudes.metrics.declare import GROUPS, METRICS, read_batch
-from multitudes.metrics.inputs import places
 from multitudes.metrics.ood import OODDetection, OODTable
 from multitudes.metrics.robustness import mean_corruption_error, relative_mean_corruption_error
+from multitudes.networks.calls import Input
+from multitudes.networks.seeds import mixed
 from multitudes.shift.corruptions import CORRUPTIONS, EXTRA, corrupt
+from multitudes.tasks.predictive import Predictive
+from multitudes.training.batches import Batches
 
 Watch = Callable[[str | None, Predictive, Tensor | None], None]
 """`watch(name, p, target)` gets every prediction; `name` is that of its data, None for the data to score."""

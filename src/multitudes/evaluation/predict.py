@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import ROWS, Batches
-from multitudes.core.calling import Input, evaluating, input_errors, moved, split_batch
-from multitudes.core.checks import check_count
-from multitudes.core.multitude import Multitude
-from multitudes.core.predictor import Predictor, predicted, predictor
-from multitudes.core.progress import ProgressBar
-from multitudes.core.proof import rows_interact
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_count
+from multitudes.base.progress import ProgressBar
+from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.predictor import Predictor, predicted, predictor
+from multitudes.networks.calls import Input, evaluating, input_errors, moved, split_batch
+from multitudes.networks.verification import rows_interact
+from multitudes.tasks.predictive import Predictive
+from multitudes.training.batches import ROWS, Batches
 
 
 def predict(

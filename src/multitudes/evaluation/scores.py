@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multitudes.core.files import replacing
+from multitudes.base.sealed_files import replacing
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.checks import needed
-from multitudes.core.tasks import Task
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.core.tasks.values import ValueTask
+from multitudes.base.checks import needed
+from multitudes.tasks import Task
+from multitudes.tasks.predictive import Predictive
+from multitudes.tasks.regression import ValueTask
 
 LARGEST_TEMPERATURE = 100.0
 """Temperatures are between 1/100 and 100; the best one is 0 for perfect predictions, and infinity for random labels."""

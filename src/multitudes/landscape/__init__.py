@@ -2,23 +2,23 @@
 
 Loss planes and paths, similarity and maps of functions, curvature and sharpness, uncertainty and spectra of feature
 maps, and `explain`, which combines the main ones on one page. Results are dataclasses of CPU tensors with `.plot()`.
-This package imports core, surgery, methods, training, metrics, shift and evaluation. A new analysis is a module with
-one result class and one function, exported here.
+Imports `ensemble`, `surgery`, `methods`, `training`, `metrics`, `shift` and `evaluation`. A new analysis is a module
+with one result class and one function, exported here.
 """
 
 from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane
-from multitudes.landscape.directions import filter_normalised, random_direction
+from multitudes.landscape.ensemble_growth import growth
 from multitudes.landscape.explanation import Explanation, explain
-from multitudes.landscape.features import FeatureUncertainty, feature_uncertainty, neighbour_covariance
-from multitudes.landscape.flatness import expected_sharpness, loss_variance, sharpness
+from multitudes.landscape.feature_maps import FeatureUncertainty, feature_uncertainty, neighbour_covariance
 from multitudes.landscape.fourier import FeatureSpectrum, feature_spectrum
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
-from multitudes.landscape.growing import growth
-from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
-from multitudes.landscape.path import Path, tunnel
-from multitudes.landscape.planes import Plane, plane
-from multitudes.landscape.prior import FunctionPrior, function_prior
+from multitudes.landscape.prior_functions import FunctionPrior, function_prior
 from multitudes.landscape.solutions import Solutions, read_solutions, subspaces
+from multitudes.landscape.weight_space.directions import filter_normalised, random_direction
+from multitudes.landscape.weight_space.flatness import expected_sharpness, loss_variance, sharpness
+from multitudes.landscape.weight_space.hessian import HessianSpectrum, hessian_spectrum
+from multitudes.landscape.weight_space.path import Path, tunnel
+from multitudes.landscape.weight_space.planes import Plane, plane
 
 __all__ = [
     "DiversityPlane",

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count, check_number
+from multitudes.base.checks import check_count, check_number
 from multitudes.landscape.figures import add_line, add_points, figure
 from multitudes.landscape.solutions import Labelled, read_solutions
-from multitudes.metrics.inputs import read_rows
+from multitudes.metrics.class_inputs import read_rows
 
 # -- limits ------------------------------------------------------------------------------------------------
 

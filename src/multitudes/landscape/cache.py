@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from multitudes.core.archives import read_tensors, write_tensors
-from multitudes.core.files import DamagedError
+from multitudes.base.archives import read_tensors, write_tensors
+from multitudes.base.sealed_files import DamagedError
 
 SECONDS = 5.0
 """Minimum seconds between writes of the file."""

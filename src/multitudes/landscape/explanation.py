@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count, check_seed, needed
-from multitudes.core.files import replacing
-from multitudes.core.multitude import Multitude
-from multitudes.core.tasks import task_of
+from multitudes.base.checks import check_count, check_seed, needed
+from multitudes.base.sealed_files import replacing
+from multitudes.ensemble.multitude import Multitude
 from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane
 from multitudes.landscape.function_space import FunctionMap, Similarity, function_map, similarity
-from multitudes.landscape.hessian import HessianSpectrum, hessian_spectrum
-from multitudes.landscape.planes import Plane, plane
 from multitudes.landscape.solutions import Solutions, read_solutions
 from multitudes.landscape.targets import with_targets
+from multitudes.landscape.weight_space.hessian import HessianSpectrum, hessian_spectrum
+from multitudes.landscape.weight_space.planes import Plane, plane
+from multitudes.tasks import task_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)

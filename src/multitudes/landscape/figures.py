@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from multitudes.core.checks import needed
+from multitudes.base.checks import needed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Colours that are distinct for colour-blind people (Okabe & Ito, 2008); lines also differ by `DASHES`."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.landscape.features import AsMap, Maps, mean_over_inputs
+from multitudes.landscape.feature_maps import AsMap, Maps, mean_over_inputs
 from multitudes.landscape.figures import COLOURS, add_line, figure
-from multitudes.surgery.layers import Selector
+from multitudes.surgery.select import Selector
 
 FLOOR = 1e-6
 """Lower bound of amplitudes, to avoid the logarithm of 0."""

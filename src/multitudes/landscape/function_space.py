@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_choice, check_number, check_seed, needed
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_choice, check_number, check_seed, needed
 from multitudes.landscape.figures import SCALE, add_points, figure, subplots
 from multitudes.landscape.solutions import Labelled, read_solutions
 from multitudes.metrics.divergences import pairwise_js
 from multitudes.metrics.diversity import cosine_similarity, pairwise_disagreement
+from multitudes.tasks.predictive import Predictive
 
 MATRICES = ("cosine", "disagreement", "divergence")
 

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
-from multitudes.core.calling import split_batch
-from multitudes.core.checks import check_choice, check_count, check_seed
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.multitude import Multitude, plain
-from multitudes.core.tasks import TASKS
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_choice, check_count, check_seed
+from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.evaluation.predict import predict
 from multitudes.methods.subspace import KINDS, Around, Subspace, subspace
+from multitudes.networks.calls import split_batch
+from multitudes.networks.copies import copied
+from multitudes.networks.stochastic import stochastic_layers
+from multitudes.tasks import TASKS
+from multitudes.tasks.predictive import Predictive
+from multitudes.training.batches import Batches
 from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, fitting
 
 CachedInputs = list[tuple[Any, None]]

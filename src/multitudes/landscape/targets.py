@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
-from multitudes.core.calling import Input, tensors_in
-from multitudes.core.multitude import Multitude
-from multitudes.core.tasks import Criterion, Task, criterion_for, task_of, tasks_of
-from multitudes.core.tasks.classes import check_clear
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.calls import Input, tensors_in
+from multitudes.tasks import Criterion, Task, criterion_for, task_of, tasks_of
+from multitudes.tasks.classes import check_clear
+from multitudes.training.batches import Batches
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import evaluating
-from multitudes.core.checks import check_choice, check_number
-from multitudes.core.copying import copied
-from multitudes.core.member_layer import MemberLayer
-from multitudes.core.shared import SharedMembers
-from multitudes.methods.member_affine import AffineMemberLayer, joined
-from multitudes.methods.own_layers import Own
+from multitudes.base.checks import check_choice, check_number
+from multitudes.ensemble.member_layer import MemberLayer
+from multitudes.ensemble.shared import SharedMembers
 from multitudes.methods.registry import Method, by
+from multitudes.networks.calls import evaluating
+from multitudes.networks.copies import copied
 from multitudes.surgery.affine import SEVERAL, AffineMap, affine_layers, kind_of, select_affine, weight_of
-from multitudes.surgery.initialise import redraw
-from multitudes.surgery.layers import Factory, Selector, select
+from multitudes.surgery.initial_weights import Start
+from multitudes.surgery.initialize import redraw
+from multitudes.surgery.member_affine import AffineMemberLayer, joined
 from multitudes.surgery.observe import tell_reach
-from multitudes.surgery.start import Start
+from multitudes.surgery.own_layers import Own
+from multitudes.surgery.select import Factory, Selector, select
 
 
 class RankOne(AffineMemberLayer):

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from multitudes.core.checks import check_number
-from multitudes.core.copying import copied
-from multitudes.core.members import Members
+from multitudes.base.checks import check_number
+from multitudes.ensemble.members import Members
 from multitudes.methods.registry import Method, by, single
-from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.start import Start
+from multitudes.networks.copies import copied
+from multitudes.surgery.initial_weights import Start
+from multitudes.surgery.select import Factory, Selector
 
 
 def deep_ensemble(

@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from multitudes.core.calling import Input, evaluating
-from multitudes.core.checks import check_number
-from multitudes.core.copying import copied
-from multitudes.core.draws.functional import noise_to_keep, to_be_kept
-from multitudes.core.draws.stochastic import Stochastic, stochastic_layers
-from multitudes.core.multitude import Multitude
-from multitudes.core.quick_dropout import QuickDropout
+from multitudes.base.checks import check_number
+from multitudes.draws.functional_noise import noise_to_keep, to_be_kept
+from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.packing.quick_dropout import QuickDropout
 from multitudes.methods.registry import Method, Settings, by
+from multitudes.networks.calls import Input, evaluating
+from multitudes.networks.copies import copied
+from multitudes.networks.stochastic import Stochastic, stochastic_layers
 from multitudes.surgery.affine import (
     SEVERAL,
     AffineMap,
@@ -40,8 +40,8 @@ from multitudes.surgery.affine import (
 )
 from multitudes.surgery.downsampling import Run, Step, has_other_path
 from multitudes.surgery.insert import after, before
-from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
 from multitudes.surgery.observe import cheap_example, example_for, tell_reach
+from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
 
 # -- layers ------------------------------------------------------------------------------------------------
 

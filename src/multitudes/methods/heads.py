@@ -11,18 +11,18 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_choice
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import stochastic_layers
-from multitudes.core.shared import SharedMembers
-from multitudes.methods.member_affine import joined
-from multitudes.methods.own_layers import own_parts
+from multitudes.base.checks import check_choice
+from multitudes.ensemble.shared import SharedMembers
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.heads import output_layers
-from multitudes.surgery.layers import Factory, Selector, check_untied
+from multitudes.networks.calls import Input
+from multitudes.networks.copies import copied
+from multitudes.networks.stochastic import stochastic_layers
+from multitudes.surgery.initial_weights import Start
+from multitudes.surgery.member_affine import joined
 from multitudes.surgery.observe import call_order, example_for
-from multitudes.surgery.start import Start
+from multitudes.surgery.output_layers import output_layers
+from multitudes.surgery.own_layers import own_parts
+from multitudes.surgery.select import Factory, Selector, check_untied
 
 
 def heads(

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, evaluating, tile
-from multitudes.core.checks import check_choice, check_number
-from multitudes.core.copying import copied
-from multitudes.core.runners.one_by_one import member_view
-from multitudes.core.shared import SharedMembers
-from multitudes.methods.member_affine import AffineMemberLayer, joined
+from multitudes.base.checks import check_choice, check_number
+from multitudes.ensemble.runners.one_by_one import member_view
+from multitudes.ensemble.shared import SharedMembers
 from multitudes.methods.registry import Method, by
+from multitudes.networks.calls import Input, evaluating, tile
+from multitudes.networks.copies import copied
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, select_affine, weight_of
-from multitudes.surgery.layers import Factory, Selector
+from multitudes.surgery.initial_weights import Start
+from multitudes.surgery.member_affine import AffineMemberLayer, joined
 from multitudes.surgery.observe import example_for, executed, kinds_left, tell_reach
-from multitudes.surgery.start import Start
+from multitudes.surgery.select import Factory, Selector
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:

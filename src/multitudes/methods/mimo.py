@@ -12,18 +12,18 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, input_errors
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.multitude import Multitude
-from multitudes.core.proof import alike, moved_weights, rows_interact
-from multitudes.core.tasks import Criterion
-from multitudes.core.trace import observing
+from multitudes.base.checks import check_count, check_number
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.registry import Method, by
+from multitudes.networks.calls import Input, call, input_errors
+from multitudes.networks.copies import copied
+from multitudes.networks.trace import observing
+from multitudes.networks.verification import alike, moved_weights, rows_interact
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
-from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, replace
+from multitudes.surgery.initial_weights import Start
 from multitudes.surgery.observe import example_for, executed, tell_reach
-from multitudes.surgery.start import Start
+from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, replace
+from multitudes.tasks import Criterion
 
 
 class Mimo(Multitude):

@@ -18,17 +18,17 @@ from typing import Any
 
 from torch import nn
 
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.members import Members
-from multitudes.core.multitude import Multitude
+from multitudes.base.checks import check_count, check_number
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.registry import Method, by
-from multitudes.surgery.build import Build, build_function, built_at, refuse_options, whole_network
-from multitudes.surgery.layers import Factory, Selector
-from multitudes.surgery.narrow import narrowed_copy, rescaled, warn_of_whole
+from multitudes.networks.calls import Input
+from multitudes.networks.copies import copied
+from multitudes.surgery.initial_weights import Start
+from multitudes.surgery.narrowing.build import Build, build_function, built_at, refuse_options, whole_network
+from multitudes.surgery.narrowing.narrow import narrowed_copy, rescaled, warn_of_whole
 from multitudes.surgery.observe import example_for
-from multitudes.surgery.start import Start
+from multitudes.surgery.select import Factory, Selector
 
 
 def packed(

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.copying import copied
-from multitudes.core.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.copies import copied
 from multitudes.training.recorder import Recorder
 from multitudes.training.trainer import Progress
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from multitudes.core.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods import dropout, smoothing
 from multitudes.methods.registry import Method, Settings
 

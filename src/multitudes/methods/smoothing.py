@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call
-from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
-from multitudes.core.trace import observing
+from multitudes.base.checks import check_choice, check_count, check_number
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.registry import Method, by
+from multitudes.networks.calls import Input, call
+from multitudes.networks.seeds import seeded
+from multitudes.networks.trace import observing
 from multitudes.surgery.downsampling import GLOBAL, MedianPool, Run, Step, downsamplings
 from multitudes.surgery.insert import after, before
-from multitudes.surgery.layers import Factory, Selector, built, check_model, replace, select
 from multitudes.surgery.observe import example_for
+from multitudes.surgery.select import Factory, Selector, built, check_model, replace, select
 
 KERNELS = ((1,), (1, 1), (1, 2, 1), (1, 4, 6, 4, 1))
 PROBS = ("tanh", "relu6", "scale", "none")

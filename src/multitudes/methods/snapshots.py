@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.members import Members
-from multitudes.core.multitude import Multitude, plain
+from multitudes.base.checks import check_count, check_number
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.methods.registry import Method, Settings, Training, single
-from multitudes.surgery.layers import Factory, built, check_model
+from multitudes.networks.copies import copied
+from multitudes.surgery.select import Factory, built, check_model
 from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
 # -- cycles ------------------------------------------------------------------------------------------------

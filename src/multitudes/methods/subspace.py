@@ -25,17 +25,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
-from multitudes.core.calling import call_with, evaluating
-from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.copying import Sharing, copied
-from multitudes.core.draws.stochastic import Draw, Stochastic, drawing
-from multitudes.core.members import Members, fuse
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import mixed, seeded
+from multitudes.base.checks import check_choice, check_count, check_number
+from multitudes.ensemble.members import Members, fuse
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.registry import Method, Settings, Training, single, without
-from multitudes.surgery.layers import Factory, built, check_model
-from multitudes.training.batchnorm import accuracy, norms, statistics
+from multitudes.networks.calls import call_with, evaluating
+from multitudes.networks.copies import Sharing, copied
+from multitudes.networks.seeds import mixed, seeded
+from multitudes.networks.stochastic import Draw, Stochastic, drawing
+from multitudes.surgery.select import Factory, built, check_model
+from multitudes.training.batch_norm import accuracy, norms, statistics
+from multitudes.training.batches import Batches
 from multitudes.training.recorder import (
     Checkpoints,
     Recorder,

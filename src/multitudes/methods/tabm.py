@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_choice
-from multitudes.core.multitude import plain
-from multitudes.core.shared import SharedMembers
+from multitudes.base.checks import check_choice
+from multitudes.ensemble.multitude import plain
+from multitudes.ensemble.shared import SharedMembers
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.registry import Method, by
+from multitudes.networks.calls import Input
 from multitudes.surgery.affine import affine_layers
-from multitudes.surgery.heads import output_layers
-from multitudes.surgery.layers import Factory, built
+from multitudes.surgery.output_layers import output_layers
+from multitudes.surgery.select import Factory, built
 
 VARIANTS = ("tabm", "mini", "packed")
 

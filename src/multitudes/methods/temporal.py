@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.predictor import Predictor, PredictorModule, predicted, predictor
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_count, check_number
+from multitudes.ensemble.predictor import Predictor, PredictorModule, predicted, predictor
+from multitudes.networks.calls import Input
+from multitudes.tasks.predictive import Predictive
 
 
 class Stream(PredictorModule):

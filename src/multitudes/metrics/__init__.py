@@ -1,8 +1,8 @@
 """Metrics of predictions, each as a function of one batch and as a streaming `torchmetrics.Metric`.
 
-Imports `core` and, for weights during training, `training.recorder`. A metric is one declaration (see `declare.py`) in
-a module of this folder. The modules are discovered, so `evaluate`, leaderboards and reports include every metric.
-A module's `__all__` lists its public names besides the metrics.
+Imports `tasks`, `ensemble` and, for weights during training, `training.recorder`. A metric is one declaration (see
+`declare.py`) in a module of this folder. The modules are discovered, so `evaluate`, leaderboards and reports include
+every metric. A module's `__all__` lists its public names besides the metrics.
 
 `UNCERTAINTIES` maps names to the functions of `uncertainties.py`; `disagreement` here is the mean over all rows.
 """

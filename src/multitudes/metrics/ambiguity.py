@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import NEITHER, Kind, metric
-from multitudes.metrics.inputs import Rows
 from multitudes.metrics.regression_inputs import Forecast, Forecasts, read_forecasts
 
 __all__ = ["Ambiguity"]

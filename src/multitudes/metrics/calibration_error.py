@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import BY_CLASS, LOWER, NEITHER, ZERO, Count, metric
-from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import total_of
 
 __all__ = ["Reliability"]

@@ -30,10 +30,10 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_type_hints
 from torch import Tensor
 from torchmetrics import Metric
 
-from multitudes.core.checks import check_count
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.metrics.inputs import places, read_rows, read_without_target
+from multitudes.base.checks import check_count
+from multitudes.metrics.class_inputs import places, read_rows, read_without_target
 from multitudes.metrics.streaming import StreamingMetric, mean_of
+from multitudes.tasks.predictive import Predictive
 
 __all__ = ["METRICS"]
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
 from multitudes.metrics.diversity import over_pairs
-from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import counted
+from multitudes.tasks.predictive import Predictive
 
 _CHUNK = 2**20  # float64 numbers to process at a time
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude
+from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
-from multitudes.metrics.inputs import Rows
 from multitudes.metrics.streaming import counted
 from multitudes.training.recorder import Recorder, fitting, flat_state
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.checks import check_number
+from multitudes.base.checks import check_number
+from multitudes.metrics.class_inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
 from multitudes.metrics.declare import HIGHER, LOWER, ranked
-from multitudes.metrics.inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
 from multitudes.metrics.streaming import StreamingMetric
 from multitudes.metrics.uncertainties import OF_PROBABILITIES, UNCERTAINTIES, has_logits
 

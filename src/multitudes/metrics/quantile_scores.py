@@ -12,11 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.metrics.class_inputs import check_finite
 from multitudes.metrics.declare import LOWER, NEITHER, Kind, metric
-from multitudes.metrics.inputs import check_finite
 from multitudes.metrics.regression_inputs import Scale, check_scale, check_values
 from multitudes.metrics.streaming import total_of
+from multitudes.tasks.predictive import Predictive
 
 __all__ = ["QuantileRows", "read_quantiles"]
 

@@ -21,11 +21,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_number
-from multitudes.core.tasks import TASKS
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.base.checks import check_number
+from multitudes.metrics.class_inputs import check_finite
 from multitudes.metrics.declare import Kind
-from multitudes.metrics.inputs import check_finite
+from multitudes.tasks import TASKS
+from multitudes.tasks.predictive import Predictive
 
 __all__ = ["Forecasts", "Intervals", "read_forecasts", "read_intervals"]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.tasks.predictive import Predictive
+from multitudes.metrics.class_inputs import Ignore, Prediction, Rows, check_mask, places, read_rows, read_without_target
 from multitudes.metrics.declare import HIGHER, LOWER, Kind, metric, ranked
-from multitudes.metrics.inputs import Ignore, Prediction, Rows, check_mask, places, read_rows, read_without_target
 from multitudes.metrics.streaming import total_of
+from multitudes.tasks.predictive import Predictive
 
 __all__ = [
     "corruption_error",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitudes.metrics.class_inputs import Rows, read_rows
 from multitudes.metrics.declare import BY_CLASS, HIGHER, LOWER, TOKENS, YES_OR_NO, Count, metric, ranked
-from multitudes.metrics.inputs import Rows, read_rows
 from multitudes.metrics.ood import auroc
 from multitudes.metrics.streaming import mean_of, total_of
 

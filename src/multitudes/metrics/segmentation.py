@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
+from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import HIGHER, NEITHER, SEGMENTATION, metric
-from multitudes.metrics.inputs import Rows
 
 
 def _counts(rows: Rows) -> Tensor:

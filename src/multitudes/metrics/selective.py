@@ -18,9 +18,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_choice, check_number
+from multitudes.base.checks import check_choice, check_number
+from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, metric
-from multitudes.metrics.inputs import Rows
 from multitudes.metrics.uncertainties import UNCERTAINTIES
 
 __all__ = ["RiskCoverage"]

@@ -27,8 +27,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from multitudes.core.tasks import task_of
-from multitudes.metrics.inputs import Prediction, Rows, read_without_target
+from multitudes.metrics.class_inputs import Prediction, Rows, read_without_target
+from multitudes.tasks import task_of
 
 __all__ = ["UNCERTAINTIES"]
 

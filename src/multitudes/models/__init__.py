@@ -1,6 +1,6 @@
 """Architectures of the papers, one family per file; `blocks.py` has what several families share.
 
-Imports only `core`. A new architecture is a file here, or a function in its family's file, and a line below.
+Imports `base` and `ensemble`. A new architecture is a file here, or a function in its family's file, and a line below.
 """
 
 from multitudes.models.cnn import CNN, medium_cnn, small_cnn
@@ -27,8 +27,8 @@ from multitudes.models.resnet import (
     resnext50,
     wide_resnet50_2,
 )
-from multitudes.models.segmentation import UNet, unet
-from multitudes.models.tables import Tabular, tabular
+from multitudes.models.table_network import Tabular, tabular
+from multitudes.models.u_net import UNet, unet
 from multitudes.models.vgg import VGG, VGGLike, vgg16, vgg19, vgg_like
 from multitudes.models.vision_transformer import ViT, vit, vit_tiny
 

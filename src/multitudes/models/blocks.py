@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_count
+from multitudes.base.checks import check_count
 
 Stem = Literal["small", "imagenet"]
 

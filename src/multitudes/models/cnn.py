@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number
+from multitudes.base.checks import check_number
 from multitudes.models.blocks import check_counts, reset_he
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number
-from multitudes.core.quick_dropout import QuickDropout
+from multitudes.base.checks import check_number
+from multitudes.ensemble.packing.quick_dropout import QuickDropout
 from multitudes.models.blocks import check_counts, reset_he
 
 Norm = Literal["batch", "layer"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_number
+from multitudes.base.checks import check_number
 from multitudes.models.blocks import check_counts
 
 DEVIATION = 0.02

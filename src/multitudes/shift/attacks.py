@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import evaluating
-from multitudes.core.checks import check_count, check_number, check_seed
-from multitudes.core.seeding import mixed
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.shift.checks import Bounds, check_call, check_classes, check_labels, class_predictions
+from multitudes.base.checks import check_count, check_number, check_seed
+from multitudes.networks.calls import evaluating
+from multitudes.networks.seeds import mixed
+from multitudes.shift.arguments import Bounds, check_call, check_classes, check_labels, class_predictions
 from multitudes.shift.frequency import band_at_full_size, check_band
 from multitudes.shift.noise import generator_of, normal, uniform
+from multitudes.tasks.predictive import Predictive
 
 
 @dataclass(frozen=True)

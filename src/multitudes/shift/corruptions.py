@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_choice
+from multitudes.base.checks import check_choice
 from multitudes.shift import blur, digital, noise, weather
-from multitudes.shift.checks import check_values
+from multitudes.shift.arguments import check_values
 from multitudes.shift.noise import generator_of
 
 SMALL = 64

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.checks import needed
+from multitudes.base.checks import needed
 from multitudes.shift.filters import gaussian_filter, separable
 from multitudes.shift.noise import uniform
 

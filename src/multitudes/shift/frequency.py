@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_number
-from multitudes.shift.checks import Bounds, check_bounds, check_floats
+from multitudes.base.checks import check_number
+from multitudes.shift.arguments import Bounds, check_bounds, check_floats
 from multitudes.shift.noise import generator_of, normal
 
 _DIGITS = 9  # frequencies are rounded before comparison, so that neighbouring bands have no overlap or gap

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_seed
+from multitudes.base.checks import check_seed
 
 
 def generator_of(seed: int | None, device: torch.device | str = "cpu") -> torch.Generator:

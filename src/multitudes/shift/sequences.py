@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multitudes.core.checks import check_choice, check_count, check_number, check_seed
+from multitudes.base.checks import check_choice, check_count, check_number, check_seed
 from multitudes.shift.filters import fold, gaussian_filter
 from multitudes.shift.noise import generator_of
 

@@ -5,18 +5,18 @@
     model = MultitudeRegressor(random_state=0).fit(X, y)      # arrays, pandas, polars or Arrow
     low, high = model.predict_interval(X_new, 0.9)
 
-`inputs` reads tables into columns, `training` trains a network on rows, `learned` is the fitted part and predicts,
-`base` is shared by both estimators, `files` saves and loads them.
+`frames` reads tables into columns, `train` trains a network on rows, `fitted` is the fitted part and predicts,
+`base` is shared by both estimators, `estimator_files` saves and loads them.
 
-Imports every package but `study`, `report` and `cli`, and scikit-learn. Add a new argument to both estimators and, if
-training needs it, to `training.Recipe`; a new kind of table is a case of `inputs.columns_of`.
+Imports the library, `lab.data` and scikit-learn. Add a new argument to both estimators and, if
+training needs it, to `train.Recipe`; a new kind of table is a case of `frames.columns_of`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from multitudes.core.lazy import lazy_names
+from multitudes.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # for static type checkers
     from multitudes.sklearn.classifier import MultitudeClassifier

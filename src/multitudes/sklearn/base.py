@@ -18,20 +18,20 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multitudes.core.checks import check_count, check_number
-from multitudes.core.devices import device_of
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import mixed
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.data.columns import Column
-from multitudes.data.preprocessing import Preprocessing, layout_of, mean_std
-from multitudes.data.splits import fold_rows, spread
+from multitudes.base.checks import check_count, check_number
+from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.calibrate import helpful_scaling
 from multitudes.evaluation.conformal import Conformal
+from multitudes.lab.data.preprocessing import Preprocessing, layout_of, mean_std
+from multitudes.lab.data.splits import fold_rows, spread
+from multitudes.lab.data.tables.columns import Column
 from multitudes.methods.registry import chosen, collect
-from multitudes.sklearn.inputs import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers, plain
-from multitudes.sklearn.learned import SEED, Learned, predicted
-from multitudes.sklearn.training import Recipe, threads, trained
+from multitudes.networks.devices import device_of
+from multitudes.networks.seeds import mixed
+from multitudes.sklearn.fitted import SEED, Learned, predicted
+from multitudes.sklearn.frames import check_names, columns_of, encoded, fitted_encoder, is_frame, of_numbers, plain
+from multitudes.sklearn.train import Recipe, threads, trained
+from multitudes.tasks.predictive import Predictive
 from multitudes.training.trainer import Epoch
 
 Job = tuple[Recipe, TensorDataset, TensorDataset | None, Any, int]
@@ -195,7 +195,7 @@ class MultitudeEstimator(BaseEstimator):
         The file is safetensors, sealed by a checksum, with all settings in its header. It does not contain your own
         `module`, a random state that is no number, or objects of your own classes in `settings`.
         """
-        from multitudes.sklearn.files import save
+        from multitudes.sklearn.estimator_files import save
 
         check_is_fitted(self)
         return save(self, path)
@@ -203,7 +203,7 @@ class MultitudeEstimator(BaseEstimator):
     @classmethod
     def load(cls, path: str | os.PathLike[str], module: Any = None) -> Self:
         """Load the estimator that `save` wrote; pass your own `module` again if it has one: files contain no code."""
-        from multitudes.sklearn.files import load
+        from multitudes.sklearn.estimator_files import load
 
         return load(cls, path, module)
 

@@ -13,8 +13,8 @@ from sklearn.utils import check_consistent_length, column_or_1d, compute_sample_
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import assert_all_finite
 
-from multitudes.core.tasks.predictive import Predictive
 from multitudes.sklearn.base import MultitudeEstimator
+from multitudes.tasks.predictive import Predictive
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

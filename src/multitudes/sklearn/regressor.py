@@ -13,9 +13,9 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import check_array
 
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.core.tasks.quantiles import check_levels
 from multitudes.sklearn.base import MultitudeEstimator
+from multitudes.tasks.predictive import Predictive
+from multitudes.tasks.quantiles import check_levels
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

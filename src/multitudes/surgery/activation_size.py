@@ -8,13 +8,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input
-from multitudes.core.member_layer import MemberLayer
-from multitudes.core.trace import observing
+from multitudes.ensemble.member_layer import MemberLayer
+from multitudes.networks.calls import Input
+from multitudes.networks.trace import observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
-from multitudes.surgery.cuts import attention_maps, is_attention
-from multitudes.surgery.layers import is_frozen
+from multitudes.surgery.narrowing.cuts import attention_maps, is_attention
 from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.select import is_frozen
 
 
 def keep_scale(

@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weig
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from multitudes.core.copying import copied
-from multitudes.core.settings import computing_hooks
-from multitudes.surgery.layers import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Selector, select
+from multitudes.networks.copies import copied
+from multitudes.networks.settings import computing_hooks
+from multitudes.surgery.select import CONVOLUTIONS, PRODUCTS, TRANSPOSED, Selector, select
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)

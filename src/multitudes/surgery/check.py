@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, call, mapped, plain_attention, tensors_in
-from multitudes.core.checks import plural
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import expecting, stochastic_layers
-from multitudes.core.members import Members
-from multitudes.core.multitude import Multitude
-from multitudes.core.noise import STILL, Redrawn
-from multitudes.core.proof import running_statistics
-from multitudes.core.runners.independent import RUNNERS
-from multitudes.core.shared import SharedMembers
+from multitudes.base.checks import plural
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.runners.independent import RUNNERS
+from multitudes.ensemble.shared import SharedMembers
+from multitudes.networks.calls import Input, call, mapped, plain_attention, tensors_in
+from multitudes.networks.copies import copied
+from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.stochastic import expecting, stochastic_layers
+from multitudes.networks.verification import running_statistics
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from multitudes.core.calling import Input, tensors_in
-from multitudes.core.copying import copied
-from multitudes.core.trace import Call, hooked, observing, record
-from multitudes.surgery.layers import PRODUCTS
+from multitudes.networks.calls import Input, tensors_in
+from multitudes.networks.copies import copied
+from multitudes.networks.trace import Call, hooked, observing, record
+from multitudes.surgery.select import PRODUCTS
 
 POOLINGS = (nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d, nn.FractionalMaxPool2d)
 ADAPTIVE = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from multitudes.core.calling import Input
-from multitudes.core.copying import copied
-from multitudes.surgery.initialise import RULES
+from multitudes.networks.calls import Input
+from multitudes.networks.copies import copied
+from multitudes.surgery.initialize import RULES
 from multitudes.surgery.observe import executed
 
 

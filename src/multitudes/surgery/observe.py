@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.attention import math_attention
-from multitudes.core.calling import Input, call, plain_attention
-from multitudes.core.multitude import REACH, Multitude
-from multitudes.core.seeding import seeded
-from multitudes.core.trace import hooked, observing, record
-from multitudes.surgery.cuts import is_attention
-from multitudes.surgery.layers import PRODUCTS
+from multitudes.ensemble.multitude import REACH, Multitude
+from multitudes.networks.attention import math_attention
+from multitudes.networks.calls import Input, call, plain_attention
+from multitudes.networks.seeds import seeded
+from multitudes.networks.trace import hooked, observing, record
+from multitudes.surgery.narrowing.cuts import is_attention
+from multitudes.surgery.select import PRODUCTS
 
 _SIDES = (32, 28, 224, 64, 16, 8, 96, 128, 48, 256, 299, 384, 512, 12, 20, 24, 40, 56, 80, 100, 112, 160, 192)
 _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 16000)

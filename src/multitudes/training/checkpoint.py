@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from multitudes.core.archives import below, grouped, read_tensors, write_tensors
-from multitudes.core.checks import needed
-from multitudes.core.devices import device_in
-from multitudes.core.files import DamagedError
+from multitudes.base.archives import below, grouped, read_tensors, write_tensors
+from multitudes.base.checks import needed
+from multitudes.base.sealed_files import DamagedError
+from multitudes.networks.devices import device_in
 from multitudes.training.recorder import check_fits, tensors_of
 
 Tensors = dict[str, Tensor]

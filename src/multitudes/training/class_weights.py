@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.core.calling import Input, split_batch
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import seeded
-from multitudes.core.tasks import TASKS, Task, one_of
-from multitudes.core.tasks.criteria import spread
-from multitudes.core.trace import unmoved
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.calls import Input, split_batch
+from multitudes.networks.seeds import seeded
+from multitudes.networks.trace import unmoved
+from multitudes.tasks import TASKS, Task, one_of
+from multitudes.tasks.criteria import spread
 from multitudes.training.objective import batches_from
 from multitudes.training.validation import settle
 
@@ -22,7 +22,7 @@ from multitudes.training.validation import settle
 class ClassWeights:
     """One weight per class.
 
-    >>> from multitudes.core.tasks import task_of
+    >>> from multitudes.tasks import task_of
     >>> ClassWeights(torch.tensor([1.0, 3.0]), task_of("classification")).of(torch.tensor([0, 1, 1]))
     tensor([1., 3., 3.])
     """

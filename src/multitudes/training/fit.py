@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.core.checks import check_choice, check_count, check_number, check_seed
-from multitudes.core.devices import device_in
-from multitudes.core.predictor import multitude_of
-from multitudes.core.seeding import seeded
-from multitudes.core.tasks import Criterion, criterion_for
+from multitudes.base.checks import check_choice, check_count, check_number, check_seed
+from multitudes.ensemble.predictor import multitude_of
+from multitudes.networks.devices import device_in
+from multitudes.networks.seeds import seeded
+from multitudes.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint
 from multitudes.training.class_weights import class_weights_of
 from multitudes.training.objective import Objective, size_of
@@ -109,7 +109,7 @@ def fit(
         accelerator: a Hugging Face `Accelerator`, to train in several processes, each on its share of the batches.
         progress: whether to show progress on stderr; by default on a terminal, after two seconds.
 
-    >>> from multitudes.core.multitude import Multitude
+    >>> from multitudes.ensemble.multitude import Multitude
     >>> net = Multitude(nn.Linear(2, 2))
     >>> x = torch.randn(64, 2)
     >>> history = fit(net, [(x, (x[:, 0] > 0).long())], epochs=30, lr=1.0)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, split_batch
-from multitudes.core.checks import check_count
-from multitudes.core.multitude import Multitude
-from multitudes.core.tasks import Criterion
+from multitudes.base.checks import check_count
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.calls import Input, split_batch
+from multitudes.tasks import Criterion
 
 
 class Objective(nn.Module):

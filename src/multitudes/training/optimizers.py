@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from multitudes.core.checks import check_count, check_number
+from multitudes.base.checks import check_count, check_number
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda groups, lr, momentum, **more: torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, **more),

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from multitudes.core.checks import check_choice
+from multitudes.base.checks import check_choice
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 """Names of precisions, and the dtype of automatic mixed precision."""

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.archives import below, grouped, read_tensors, write_tensors
-from multitudes.core.checks import check_count, needed
-from multitudes.core.files import DamagedError
+from multitudes.base.archives import below, grouped, read_tensors, write_tensors
+from multitudes.base.checks import check_count, needed
+from multitudes.base.sealed_files import DamagedError
 
 State = dict[str, Tensor]
 """A network's parameters and buffers by name, as in its state dict."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from multitudes.core.checks import check_choice, check_count, check_number
+from multitudes.base.checks import check_choice, check_count, check_number
 
 Schedule = Callable[[float], float]
 """A function from the share of the training that is done, in [0, 1), to the factor of the learning rate."""

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from multitudes.core.calling import Input, moved, split_batch, tensors_in, weight_in
-from multitudes.core.devices import device_in
-from multitudes.core.members import Members
-from multitudes.core.progress import ProgressBar
-from multitudes.core.settings import holding
-from multitudes.core.trace import hooked
-from multitudes.training.averaging import MovingAverage
+from multitudes.base.progress import ProgressBar
+from multitudes.ensemble.members import Members
+from multitudes.networks.calls import Input, moved, split_batch, tensors_in, weight_in
+from multitudes.networks.devices import device_in
+from multitudes.networks.settings import holding
+from multitudes.networks.trace import hooked
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.class_weights import ClassWeights
 from multitudes.training.interruption import HeldSignals
@@ -30,6 +29,7 @@ from multitudes.training.late_losses import Loss, Losses
 from multitudes.training.objective import Objective, batches_from
 from multitudes.training.schedules import Schedule
 from multitudes.training.validation import Validation, copied_tensors, restore
+from multitudes.training.weight_average import MovingAverage
 
 
 @dataclass(frozen=True)

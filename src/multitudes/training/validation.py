@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input, input_errors, plain_attention
-from multitudes.core.multitude import Multitude
-from multitudes.core.seeding import mixed, seeded
-from multitudes.core.tasks import Task
-from multitudes.core.tasks.criteria import spread
-from multitudes.core.tasks.predictive import Predictive
-from multitudes.core.trace import unmoved
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.calls import Input, input_errors, plain_attention
+from multitudes.networks.seeds import mixed, seeded
+from multitudes.networks.trace import unmoved
+from multitudes.tasks import Task
+from multitudes.tasks.criteria import spread
+from multitudes.tasks.predictive import Predictive
 from multitudes.training.objective import batches_from
 from multitudes.training.recorder import tensors_of
 

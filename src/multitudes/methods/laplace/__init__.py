@@ -2,7 +2,7 @@
 
 from multitudes.methods.laplace.conversion import ROWS, laplace
 from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise, WithoutDraws
-from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers
+from multitudes.methods.laplace.prediction import Laplace, LaplaceMembers
 
 __all__ = [
     "ROWS",

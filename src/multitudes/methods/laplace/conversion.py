@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.batches import Batches
-from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.devices import device_in
-from multitudes.core.draws.memory import free_bytes, in_bytes
-from multitudes.core.members import Members
-from multitudes.core.multitude import Multitude, plain
-from multitudes.core.predictor import PredictorModule
-from multitudes.core.tasks import Task, task_of
+from multitudes.base.checks import check_choice, check_count, check_number
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude, plain
+from multitudes.ensemble.predictor import PredictorModule
 from multitudes.methods.laplace.curvature import Curvature, structure_for, wide
 from multitudes.methods.laplace.layers import STRUCTURES, LaplaceLayer, WithNoise
+from multitudes.methods.laplace.output_rows import described, fits_noise, output_layer, rows_of
 from multitudes.methods.laplace.posterior import measured
-from multitudes.methods.laplace.predicting import Laplace, LaplaceMembers, approximations
-from multitudes.methods.laplace.rows import described, fits_noise, output_layer, rows_of
+from multitudes.methods.laplace.prediction import Laplace, LaplaceMembers, approximations
 from multitudes.methods.registry import Method, Settings, single
-from multitudes.surgery.layers import Selector, check_model, replace
+from multitudes.networks.devices import device_in
+from multitudes.networks.memory import free_bytes, in_bytes
+from multitudes.surgery.select import Selector, check_model, replace
+from multitudes.tasks import Task, task_of
+from multitudes.training.batches import Batches
 
 MOST = 256e6
 """Default limit in bytes for a full curvature chosen by "auto": larger ones take minutes to decompose."""

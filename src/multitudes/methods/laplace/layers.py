@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import call
-from multitudes.core.copying import Sharing
-from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.tasks.gaussian import join_gaussian
+from multitudes.networks.calls import call
+from multitudes.networks.copies import Sharing
+from multitudes.networks.stochastic import Stochastic
 from multitudes.surgery.affine import kind_of, maps_of, product, product_kind, weight_of
+from multitudes.tasks.gaussian import join_gaussian
 
 STRUCTURES = ("full", "kron", "diag")
 """Structures in order of decreasing memory."""

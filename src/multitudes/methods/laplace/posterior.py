@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multitudes.core.tasks import Task
-from multitudes.core.tasks.gaussian import split_gaussian
 from multitudes.methods.laplace.curvature import PART, WIDE, Curvature, Spectrum
 from multitudes.methods.laplace.layers import PROBIT
-from multitudes.methods.laplace.rows import Rows, fits_noise
+from multitudes.methods.laplace.output_rows import Rows, fits_noise
+from multitudes.tasks import Task
+from multitudes.tasks.gaussian import split_gaussian
 
 BOUNDS = -40.0, 40.0
 """Bounds of the search, in logarithms around the starting value."""

@@ -9,21 +9,21 @@ from typing import Any
 
 from torch import nn
 
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.multitude import Multitude
-from multitudes.core.shared import SharedMembers
+from multitudes.base.checks import check_choice, check_count, check_number
+from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.shared import SharedMembers
 from multitudes.methods.lora.layers import Lora, widths_of
 from multitudes.methods.lora.peft_files import read_adapter, with_adapters, write_adapters
-from multitudes.methods.member_affine import joined
-from multitudes.methods.own_layers import own_parts
 from multitudes.methods.registry import Method, Settings, Training, by
+from multitudes.networks.calls import Input
+from multitudes.networks.copies import copied
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
-from multitudes.surgery.heads import output_layers
-from multitudes.surgery.layers import CONVOLUTIONS, Factory, Selector, check_untied, select, within
+from multitudes.surgery.initial_weights import Start
+from multitudes.surgery.member_affine import joined
 from multitudes.surgery.observe import kinds_left, tell_reach
-from multitudes.surgery.start import Start
+from multitudes.surgery.output_layers import output_layers
+from multitudes.surgery.own_layers import own_parts
+from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, check_untied, select, within
 
 
 class LoraMembers(SharedMembers):

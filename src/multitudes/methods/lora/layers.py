@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.core.calling import evaluating
-from multitudes.core.copying import copied
-from multitudes.methods.member_affine import AffineMemberLayer
+from multitudes.networks.calls import evaluating
+from multitudes.networks.copies import copied
 from multitudes.surgery.affine import AffineMap, kind_of, weight_of
-from multitudes.surgery.layers import CONVOLUTIONS
+from multitudes.surgery.member_affine import AffineMemberLayer
+from multitudes.surgery.select import CONVOLUTIONS
 
 
 def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import needed
-from multitudes.core.files import replacing, write_atomically
+from multitudes.base.checks import needed
+from multitudes.base.sealed_files import replacing, write_atomically
 from multitudes.methods.lora.layers import Lora, widths_of
-from multitudes.methods.own_layers import Own, OwnBlock
 from multitudes.surgery.affine import affine_layers, kind_of, maps_of, weight_of
-from multitudes.surgery.layers import CONVOLUTIONS
+from multitudes.surgery.own_layers import Own, OwnBlock
+from multitudes.surgery.select import CONVOLUTIONS
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

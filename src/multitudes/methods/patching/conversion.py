@@ -33,12 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.calling import Input
-from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.divergences import divergence
-from multitudes.core.multitude import Multitude
-from multitudes.core.trace import Call, record
+from multitudes.base.checks import check_choice, check_count, check_number
+from multitudes.ensemble.kl_terms import divergence
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     BATCH_NORMS,
@@ -53,10 +50,13 @@ from multitudes.methods.patching.layers import (
     is_other_norm,
 )
 from multitudes.methods.registry import Method, Settings
+from multitudes.networks.calls import Input
+from multitudes.networks.copies import copied
+from multitudes.networks.trace import Call, record
 from multitudes.surgery.affine import affine_layers, maps_of
-from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.initial_weights import Start
 from multitudes.surgery.observe import example_for, executed, tell_reach
-from multitudes.surgery.start import Start
+from multitudes.surgery.select import Factory, Selector, is_frozen, replace, select
 
 PLACES = ("norm", "input", "output")
 """Words for `layers`, which can be joined by `+`."""

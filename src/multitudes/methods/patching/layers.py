@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import Stochastic
-from multitudes.core.proof import alike
+from multitudes.networks.copies import copied
+from multitudes.networks.stochastic import Stochastic
+from multitudes.networks.verification import alike
 from multitudes.surgery.affine import SEVERAL, AffineMap, is_computed, kind_of, maps_of, run_with
-from multitudes.surgery.layers import CONVOLUTIONS, plain_layer
+from multitudes.surgery.select import CONVOLUTIONS, plain_layer
 
 ASSIGNMENTS = ("network", "layer", "row", "element")
 RELAXATIONS = ("straight-through", "weighted")

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_choice, check_number
-from multitudes.core.copying import copied
-from multitudes.core.divergences import divergence
-from multitudes.core.multitude import Multitude
+from multitudes.base.checks import check_choice, check_number
+from multitudes.ensemble.kl_terms import divergence
+from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.methods.variance.layers import KLS, LAYERS, VarianceLayer, check_options, variance_layers
+from multitudes.networks.copies import copied
 from multitudes.surgery.affine import affine_layers, is_computed, kind_of, maps_of
-from multitudes.surgery.layers import Factory, Selector, is_frozen, replace, select
+from multitudes.surgery.initial_weights import Start
 from multitudes.surgery.observe import kinds_left, tell_reach
-from multitudes.surgery.start import Start
+from multitudes.surgery.select import Factory, Selector, is_frozen, replace, select
 from multitudes.training.optimizers import can_fuse
 
 # -- conversion --------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from multitudes.core.checks import check_choice, check_number
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import Stochastic
+from multitudes.base.checks import check_choice, check_number
 from multitudes.methods.variance.kl import approximate_kl, stochastic_kl, student_kl
+from multitudes.networks.copies import copied
+from multitudes.networks.stochastic import Stochastic
 from multitudes.surgery.affine import product, product_kind
-from multitudes.surgery.layers import plain_layer
+from multitudes.surgery.select import plain_layer
 
 PARAMETERIZATIONS = ("layer", "neuron", "weight", "additive", "zero")
 KLS = ("approximate", "stochastic", "student")

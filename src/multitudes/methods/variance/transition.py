@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
-from multitudes.core.calling import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
-from multitudes.core.checks import check_choice, check_count, check_number
-from multitudes.core.copying import copied
-from multitudes.core.draws.stochastic import expecting
-from multitudes.core.multitude import Multitude, plain
-from multitudes.core.seeding import seeded
-from multitudes.core.tasks import Criterion, task_of
-from multitudes.core.tasks.classes import check_clear
-from multitudes.core.trace import hooked, recording
+from multitudes.base.checks import check_choice, check_count, check_number
+from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
-from multitudes.surgery.layers import replace
+from multitudes.networks.calls import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
+from multitudes.networks.copies import copied
+from multitudes.networks.seeds import seeded
+from multitudes.networks.stochastic import expecting
+from multitudes.networks.trace import hooked, recording
+from multitudes.surgery.select import replace
+from multitudes.tasks import Criterion, task_of
+from multitudes.tasks.classes import check_clear
 
 THRESHOLD = 10**1.5
 """The paper's, for the first dense layer of LeNet-5 on MNIST. kappa sums over examples, so it grows with N."""

@@ -1,0 +1,292 @@
+"""Capture a network's kernels for inputs of one shape as one CUDA graph, with fused convolutions.
+
+A network of convolutions is traced, its convolutions are fused, and each runs in its fastest way; so does a stochastic
+network. Any other is compiled. For members, all promising ways to run them are captured, and the fastest is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from multitudes.base.checks import plural
+from multitudes.deployment.engines import Plain
+from multitudes.deployment.fusion import Way, choose, convolution, count_convolutions, fuse_convolutions, take
+from multitudes.deployment.graph_draws import Noise, drawn, noise_of
+from multitudes.deployment.operation_graph import CannotTrace, check_waits, trace
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.packing.pointwise import plain_convolutions
+from multitudes.networks.calls import Input, mapped, tensors_in
+from multitudes.networks.settings import holding
+
+Told = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A function to capture: how its members and convolutions run, and rows for the summary."""
+
+    function: Callable[..., Tensor]  # holds the weights that a graph reads
+    runner: str
+    ways: Sequence[Way]
+    told: Told
+
+
+class Captured:
+    """One CUDA graph: inputs are copied to its input tensors, and outputs to a new tensor.
+
+    `noise` holds the random numbers of its draws, which are generated inside the graph.
+    """
+
+    def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
+        self.recipe, self.batched, self.noise = recipe, batched, noise
+        self.inputs = [tensor.clone() for tensor in tensors_in(x)]
+        self.rows = len(self.inputs[0])
+        before = torch.cuda.memory_reserved()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), _tuned():
+            _warmed(self._run)
+            with recording(self.graph, pool, () if noise is None else noise.generators.values()):
+                self.output = self._run()
+        self.nbytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def _run(self) -> Tensor:
+        if self.noise is None:
+            return self.recipe.function(*self.inputs)
+        self.noise.fill()
+        return self.recipe.function(*self.inputs, *self.noise.numbers)
+
+    def size(self) -> str:
+        return str(self.rows) if self.noise is None else f"{self.rows} (x {plural(self.noise.draws, 'draw')})"
+
+    def __call__(self, x: Input, rows: int, seed: int | None = None) -> Tensor:
+        """Predict `[S, rows, ...]` for a batch with at most as many rows as the graph."""
+        for own, given, batched in zip(self.inputs, tensors_in(x), self.batched, strict=True):
+            (own[:rows] if batched else own).copy_(given)
+        if self.noise is not None:
+            self.noise.seed(seed)
+        self.graph.replay()
+        answer = self.output if rows == self.rows else self.output[:, :rows]
+        return answer.float() if answer.dtype in (torch.bfloat16, torch.float16) else answer.clone()
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Record kernels, and numbers of these generators, into a graph inside the context, instead of running them.
+
+    On failure, torch's random state, allocator and current stream are restored.
+    """
+    for generator in generators:
+        graph.register_generator_state(generator)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            _recover(pool)
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _recover(pool)
+            raise
+
+
+def _recover(pool: Any) -> None:
+    """Reset torch's state after a failed capture, which torch does not notice: otherwise all further random numbers
+    of the device raise. A successful capture resets it."""
+    with suppress(RuntimeError, AttributeError):  # torch has noticed
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros((), device="cuda")
+    graph.capture_end()
+
+
+@contextmanager
+def _tuned() -> Iterator[None]:
+    """Let cuDNN benchmark its algorithms inside the context."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _warmed(function: Callable[[], Any]) -> None:
+    """Call a function a few times on a separate stream, as required before a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
+    """Time the kernels of a call, excluding launch time; infinite if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with _tuned():
+            _warmed(function)
+            with recording(graph, torch.cuda.graph_pool_handle()):
+                for _ in range(calls):
+                    function()
+    except RuntimeError:
+        return math.inf
+    return _replayed(graph) / calls
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times[1:])
+
+
+# -- capturing networks ------------------------------------------------------------------------------------
+
+
+def capture(
+    plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None, draws: int = 0
+) -> Captured:
+    """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
+
+    With the recipe of a graph for another size, the slow timing and compiling is skipped.
+    """
+    best: Captured | None = None
+    reason = ""
+    runners = _runners(plain.net, x, draws) if like is None else [like.runner]
+    for runner in runners:
+        try:
+            noise = noise_of(plain, x, draws) if draws else None
+            call = _called(plain, x, runner) if noise is None else drawn(plain, x)
+            tensors = [*tensors_in(x), *(() if noise is None else noise.numbers)]
+            make = _whole if noise is None and not _convolves(plain.net) else _fused
+            found = Captured(make(call, tensors, runner, like), x, batched, pool, noise)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
+            continue
+        except (RuntimeError, ValueError) as error:  # includes CannotTrace
+            reason = reason or str(error).strip().splitlines()[0]
+            continue
+        if best is None or _replayed(found.graph) < _replayed(best.graph):
+            best = found
+    if best is None:
+        raise CannotTrace(reason)
+    return best
+
+
+def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
+    """Return the candidate ways to run members: batched kernels, or one member after the other."""
+    if not isinstance(net, Members) or draws:  # stochastic members run one after the other
+        return [""]
+    if not _convolves(net):
+        return ["loop" if net.refusal("vmapped", x) else "vmapped"]
+    return ["loop"] if net.refusal("packed", x) else ["packed", "loop"]
+
+
+def _convolves(net: Multitude) -> bool:
+    """Return whether a network has at least as many convolution kernels as matrices."""
+    ranks = [parameter.dim() for parameter in net.network.parameters()]
+    return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
+
+
+def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
+    """Wrap a network as a function of the tensors in `x`."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        with plain.precision(), holding([plain.net] if runner else [], "_runner", runner):
+            found: Tensor = plain.net(mapped(lambda _: next(given), x))
+        return found
+
+    return call
+
+
+def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
+    """Return a recipe for a network without fusion, compiled if possible."""
+    with torch.no_grad():
+        call(*tensors)  # fill caches before the capture
+        try:
+            check_waits(call, tensors)
+        except CannotTrace:  # the value may be a constant
+            return _fused(call, tensors, runner, like)
+        if like is not None:
+            return Recipe(call, runner, (), [("kernels", "torch's own")])
+        try:
+            with torch._dynamo.config.patch(recompile_limit=256):
+                quick = torch.compile(call, dynamic=False)
+                quick(*tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers raise anything
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            return Recipe(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
+    return Recipe(quick, runner, (), [("kernels", "compiled")])
+
+
+def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
+    """Trace a network and fuse its convolutions, each in its fastest way or in that of another recipe."""
+    with torch.no_grad(), plain_convolutions():
+        call(*tensors)
+        graph = trace(call, tensors)
+        fused = fuse_convolutions(graph)
+        check_waits(graph, tensors)
+        if like is not None and len(like.ways) == count_convolutions(graph):
+            take(graph, like.ways)
+            return Recipe(graph, runner, like.ways, like.told)
+        ways = choose(graph, tensors, milliseconds)
+        take(graph, ways)
+        told = _ways_told(ways, fused)
+        if _left_over(graph) > WORTH_COMPILING:
+            with suppress(Exception):  # compilers raise anything; the graph is correct without
+                quick = torch.compile(graph, dynamic=False)
+                quick(*tensors)
+                return Recipe(quick, runner, ways, [*told, ("the rest" if ways else "kernels", "compiled")])
+    return Recipe(graph, runner, ways, told)
+
+
+WORTH_COMPILING = 0.1
+"""Compile a graph if pointwise functions and norms write more than this share of what convolutions write. If
+convolutions absorb everything else, only pooling and the last layer are left."""
+
+
+def _left_over(graph: fx.GraphModule) -> float:
+    """Return the size of outputs that a compiler would fuse, relative to those of convolutions."""
+    written, by_convolutions = 0, 0
+    for node in graph.graph.nodes:
+        value = node.meta.get("tensor_meta")
+        size = value.shape.numel() if isinstance(getattr(value, "shape", None), torch.Size) else 0
+        by_convolutions += size if node.target is convolution else 0
+        tags = getattr(node.target, "tags", ())
+        written += size if torch.Tag.pointwise in tags or "norm" in str(node.target) else 0
+    return written / max(1, by_convolutions)
+
+
+def _ways_told(ways: Sequence[Way], fused: int) -> Told:
+    if not ways:
+        return []
+    one_call = sum(way.fused for way in ways)
+    told = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
+    counts = Counter(way.groups for way in ways)
+    groups = ", ".join(f"{counts[each]} of {plural(each, 'group')}" for each in sorted(counts))
+    return [*told, ("", groups)] if max(counts, default=1) > 1 else told

@@ -1,0 +1,79 @@
+"""`Deployed`: the fast network that `deploy` returns."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from multitudes.deployment.engines import Engine
+from multitudes.ensemble.multitude import Multitude
+from multitudes.evaluation.calibrate import Calibration
+from multitudes.networks.calls import Input, InputError, input_errors, moved, one_per_input, tensors_in
+from multitudes.networks.devices import device_in
+from multitudes.tasks.predictive import Predictive
+
+OPTIONS = ("draws", "seed", "memory")
+"""Call options, as for a multitude."""
+
+
+class Deployed:
+    """A deployed network: it has the network's `predict`; calling it returns the predictions `[S, B, ...]`.
+
+    It accepts batches of any size from any device and is thread-safe. It has no gradients and cannot be trained; its
+    weights are copies.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        net: Multitude,
+        calibration: Calibration | None,
+        precision: str,
+        rows: list[tuple[str, str]],
+    ) -> None:
+        self._engine, self._net, self._calibration, self._rows = engine, net, calibration, rows
+        self._lock = threading.Lock()
+        self.precision = precision
+        self.members = net.members
+        self.device = device_in(net)
+
+    @property
+    def task(self) -> str:
+        """Task of the predictions; see `Predictive`."""
+        return self._net.task if self._calibration is None else self._calibration.task
+
+    def __call__(self, x: Input, **options: Any) -> Tensor:
+        """Map `[B, ...] -> [S, B, ...]`, uncalibrated; stochastic networks take `draws`, `seed` and `memory`."""
+        if more := [name for name in options if name not in OPTIONS]:
+            raise ValueError(f"a deployed network takes {', '.join(OPTIONS)} beside x, got {more[0]!r}")
+        with input_errors(x):
+            x = moved(x, self.device)
+            with self._lock:
+                return one_per_input(self._engine(x, **options), x)
+
+    def predict(self, x: Input, task: str | None = None, **options: Any) -> Predictive:
+        """Predict `x` with all members and draws, calibrated if the network was."""
+        for tensor in tensors_in(x):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ValueError(f"x holds {int(tensor.isnan().sum())} NaN values; predictions would be meaningless")
+        if self._calibration is not None and task not in (None, self.task):
+            raise ValueError(f"task must be {self.task!r}, for which the network was calibrated, got {task!r}")
+        if options.get("draws") == "auto":
+            raise InputError("draws='auto' is for the network itself; a deployed one makes a number of draws")
+        task = self.task if self._calibration is not None else task
+        found = self._net.predictive_of(self(x, **options), x=x, task=task)
+        return found if self._calibration is None else self._calibration(found)
+
+    def summary(self) -> str:
+        """Describe the changes to the network, and its time before and after."""
+        rows = [*self._rows, *self._engine.told()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:{width}}  {how}" for name, how in rows)
+
+    def __reduce__(self) -> Any:
+        raise ValueError("a deployed network cannot be copied or pickled: save the network by mt.save, and deploy that")
+
+    def __repr__(self) -> str:
+        return f"Deployed(members={self.members}, precision={self.precision!r}, device={str(self.device)!r})"

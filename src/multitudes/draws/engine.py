@@ -1,0 +1,232 @@
+"""Make many draws of a network.
+
+A stochastic layer computes one draw of one batch. There are two runners: `vmapped` makes all draws at once under vmap,
+and computes everything before the first stochastic layer once; `one_by_one` is a loop, and always right. Each draw has
+its own random source, made from the seed and the draw's number. Thus a seed gives the same draws with both runners and
+any chunk size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.networks.calls import Input, InputError, kind_of, tensors_in
+from multitudes.networks.dispatch import NumbersDrawn
+from multitudes.networks.memory import Meter, OverBudget, free_bytes, in_bytes
+from multitudes.networks.seeds import mixed, seeded, torch_generators
+from multitudes.networks.settings import holding
+from multitudes.networks.stochastic import Draw, Stochastic, drawing, expecting
+from multitudes.networks.trace import Trace, recording, unmoved
+from multitudes.networks.verification import FAILURES, Verdicts, difference
+from multitudes.networks.vmap import at_once
+
+CACHED = 128e6
+"""Bytes that draws may take at once on a CPU, even if more is free: beyond that, each draw takes longer."""
+
+
+@dataclass
+class Run:
+    """A stochastic network and an input; `predict` makes one draw of every member, `[B, ...] -> [M, B, ...]`."""
+
+    network: nn.Module
+    layers: Sequence[Stochastic]
+    predict: Callable[[Input], Tensor]
+    x: Input
+    seed: int = 0
+    memory: float | None = None
+
+    def budget(self) -> float:
+        """Return how many bytes draws may take at once: by default a quarter of the free memory."""
+        return free_bytes(tensors_in(self.x)[0].device) / 4 if self.memory is None else self.memory
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Peak memory in bytes: `shared` at the first random number, plus `each` per draw."""
+
+    shared: float
+    each: float
+
+
+def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
+    """Make the draws of these numbers in a loop: `[D, M, B, ...]`.
+
+    With `seeds_torch`, torch's own random state is seeded for each draw and restored after it, for networks whose code
+    draws from it. Other threads see that state meanwhile; such code cannot be seeded in another way.
+    """
+    drawn = []
+    for number in numbers:
+        own_random_state = seeded(mixed(run.seed, number)) if seeds_torch else nullcontext()
+        with drawing(run.layers, Draw(run.seed, torch.tensor(number))), own_random_state:
+            drawn.append(run.predict(run.x))
+    return torch.stack(drawn)
+
+
+def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
+    """Make the draws of these numbers under vmap: `[D, M, B, ...]`."""
+    with at_once(len(numbers)) as draws:
+        index = draws.own(torch.arange(numbers.start, numbers.stop))
+        with drawing(run.layers, Draw(run.seed, index, meter)):
+            return draws.whole(run.predict(run.x))
+
+
+@dataclass
+class Draws:
+    """Make a multitude's draws. The fields are caches; not saved.
+
+    `runner` is "vmapped" until vmap fails, or its draws differ from those of `one_by_one`.
+    """
+
+    runner: str = "vmapped"
+    seeds_torch: bool = False  # True if code also draws from torch's random state
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    costs: dict[Hashable, Cost] = field(default_factory=dict)
+
+    def make(self, run: Run, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
+        """Make the draws of these numbers: `[D, M, B, ...]`."""
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InputError(f"seed must be a whole number, got {seed!r}")
+        run.memory = None if memory is None else in_bytes(memory)
+        run.seed = int(torch.randint(2**62, ())) if seed is None else seed
+        return self._drawn(run, numbers) if seed is None else self._seeded(run, numbers)
+
+    def _seeded(self, run: Run, numbers: range) -> Tensor:
+        """Make repeatable draws of a seed; leave torch's random state as it was."""
+        if not self.seeds_torch:
+            before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
+            drawn = self._drawn(run, numbers)
+            same = all(torch.equal(generator.get_state(), state) for generator, state in before)
+            if same or not _draws_from_torch(run, numbers):  # another thread moved it
+                return drawn
+            for generator, state in before:
+                generator.set_state(state)
+            self.seeds_torch = True
+        return one_by_one(run, numbers, seeds_torch=True)
+
+    def _drawn(self, run: Run, numbers: range) -> Tensor:
+        """Make draws under vmap if that works and they share some computation; otherwise one by one."""
+        nothing_shared = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
+        if self.runner == "one_by_one" or nothing_shared:
+            return one_by_one(run, numbers)
+        try:
+            return self._in_chunks(run, numbers)
+        except OverBudget:  # too little memory for two draws
+            return one_by_one(run, numbers)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            place, trouble = _culprit(run.network, error.__traceback__), str(error).splitlines()[0]
+        drawn = one_by_one(run, numbers)  # raises if x does not fit
+        self.runner = "one_by_one"
+        warnings.warn(
+            f"vmap cannot run {place} ({trouble}), so the draws run one after the other, which is slower", stacklevel=2
+        )
+        return drawn
+
+    def _in_chunks(self, run: Run, numbers: range) -> Tensor:
+        """Make draws under vmap, in chunks that fit in memory; two draws of each new input size measure their need."""
+        key = cost_key(run.x)
+        if key not in self.costs:
+            self.costs[key] = self._cost(run, numbers[-2:])
+        cost, size = self.costs[key], len(numbers)
+        if cost.shared + size * cost.each > min(CACHED, run.memory or CACHED):
+            budget = run.budget()
+            most = budget if tensors_in(run.x)[0].is_cuda else CACHED
+            size = int(min(budget - cost.shared, most) / cost.each)
+        if size <= 1:  # one draw per chunk shares nothing
+            return one_by_one(run, numbers)
+        parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _cost(self, run: Run, numbers: range) -> Cost:
+        """Return the memory that draws take under vmap; raise an error if they differ from draws made one by one."""
+        meter, written = Meter(run.budget() / 2), Trace()  # half: it counts results only once they exist
+        with unmoved(run.network, run.x, written), meter:
+            vmapped(run, numbers, meter)
+        runner = "vmapped", torch.is_grad_enabled()
+        try:
+            reason = self.verdicts.reason(runner, run.network, run.x, lambda: _difference(run, numbers, written))
+        except torch.OutOfMemoryError as error:  # from the moved weights, which draws do not need
+            raise OverBudget from error
+        if reason:
+            raise ValueError(reason)
+        shared = meter.base or 0
+        return Cost(shared, max(1, meter.peak - shared) / len(numbers))
+
+
+def _difference(run: Run, numbers: range, written: Trace) -> str:
+    """Describe how draws under vmap differ from the last of them made alone; `written` holds what they write."""
+    if names := sorted(written.attributes | written.buffers):
+        return f"it writes {names[0]!r} as it runs, which each draw must do by itself"
+
+    def drawn(runner: Callable[[Run, range], Tensor], own: range) -> Callable[[Input], Tensor]:
+        def last(x: Input) -> Tensor:
+            with holding(run.layers, "expects", False):  # a verification sets it
+                return runner(run, own)[-1]
+
+        return last
+
+    return difference(run.network, run.x, drawn(vmapped, numbers), drawn(one_by_one, numbers[-1:]))
+
+
+def cost_key(x: Input) -> Hashable:
+    """Return a cache key for inputs whose draws run in the same way and take the same memory."""
+    tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
+    device = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    kind = x.dtype if isinstance(x, Tensor) else kind_of(x)
+    return torch.is_grad_enabled(), device, autocast, kind, *(tensor.shape for tensor in tensors)
+
+
+def _draws_from_torch(run: Run, numbers: range) -> bool:
+    """Return whether the network's code draws from torch's own random state."""
+    with unmoved(run.network, run.x), NumbersDrawn() as torchs:
+        one_by_one(run, numbers[:1])
+    return torchs.seen
+
+
+def _culprit(network: nn.Module, traceback: TracebackType | None) -> str:
+    """Return the innermost of the network's modules in a traceback."""
+    names = {id(module): name for name, module in network.named_modules()}
+    found = "the network itself"
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if name := names.get(id(module)):
+            found = f"layer {name!r} ({type(module).__name__})"
+        traceback = traceback.tb_next
+    return found
+
+
+def check_called(network: nn.Module, x: Input, predict: Callable[[Input], Tensor]) -> None:
+    """Run a network once; raise an error if it uses the weight of a stochastic layer without calling the layer.
+
+    Such a layer's noise would be left out silently.
+    """
+    drawing_layers = {name: module for name, module in network.named_modules() if isinstance(module, Stochastic)}
+    layers = {name: layer for name, layer in drawing_layers.items() if next(layer.parameters(), None) is not None}
+    owners: dict[Tensor, str] = {
+        parameter: f"{own.rpartition('.')[2]} of layer {name!r} ({type(layer).__name__})"
+        for name, layer in layers.items()
+        for own, parameter in layer.named_parameters()
+    }
+    if not layers or "" in drawing_layers:  # a network that is itself such a layer is always called
+        return
+    trace = Trace()
+    watched = recording(network, layers, trace, tensors=False, functions=owners.keys())
+    try:
+        with unmoved(network, x), expecting(network), torch.no_grad(), watched:
+            predict(x)
+    finally:  # a run may fail on a weight with components, which has another rank
+        for use in trace.functions:
+            if not use.inside:
+                raise InputError(
+                    f"the network computes with the {owners[use.tensors[0]]} instead of calling the layer, so that "
+                    "its noise would be left out: leave the layer out by layers="
+                )

@@ -1,0 +1,226 @@
+"""Functional noise: modules whose own code draws in training, found by observation and kept on in evaluation.
+
+Examples are `F.dropout` in a `forward`, attention with `dropout_p`, and a mask from `torch.rand` behind
+`if self.training`, none of which is a layer. Two runs, one in training mode and one in evaluation mode, show which
+modules draw only in training. Each of them then runs its own code as in training, with the random numbers of a draw
+(`FunctionalNoise`), while its child modules stay in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from multitudes.draws.frozen_noise import Frozen, find_rows, rows_to_find, scrambled
+from multitudes.networks.calls import Input, InputError
+from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.settings import holding
+from multitudes.networks.stochastic import Stochastic, expecting, stochastic_layers
+from multitudes.networks.trace import recording, unmoved
+from multitudes.networks.verification import alike, running_statistics
+
+CHILD = "functional_noise"
+SEED = "functional_noise_seed"
+_MARK = "keeps_functional_noise"
+_ACTIVATIONS = (nn.RReLU,)
+_DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention", "feature_dropout",
+          "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # fmt: skip
+"""Functions that return their input if they drop nothing."""
+
+
+class FunctionalNoise(Stochastic):
+    """Random numbers for a module's own code; `rate`, if given, replaces its dropout rate."""
+
+    still = False  # True: run the code as in training, but drop nothing
+
+    def __init__(self, rate: float | None = None) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        """Run a module's own code as in training, with this source's numbers, or as in evaluation."""
+        before = module.training
+        module.training = not self.expects
+        try:
+            if self.expects or (before and self.draw is None and self.rate is None):  # torch's own numbers are as good
+                return run()
+            check = partial(_check_not_checkpointed, module) if torch.is_grad_enabled() else None
+            with Redrawn(self, check):
+                return run()
+        finally:
+            module.training = before
+
+    def kept(self, shape: Sequence[int], p: float, like: Tensor) -> Tensor:
+        """Return dropout's mask."""
+        if self.still:
+            return STILL.kept(shape, p, like)
+        p = p if self.rate is None else self.rate
+        return (self.uniform(shape, like) >= p).to(like.dtype) / (1 - p)
+
+    def extra_repr(self) -> str:
+        return "" if self.rate is None else f"rate={self.rate}"
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _check_not_checkpointed(module: nn.Module, function: str) -> None:
+    """Raise an InputError if a module's own code draws inside `torch.utils.checkpoint`.
+
+    The backward pass would recompute that code without this source, and draw other numbers. Checkpoints around the
+    whole module are fine, since they rerun all of it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not FunctionalNoise.forward.__code__:
+        if frame.f_code is _CHECKPOINT:
+            raise InputError(
+                f"the code of a {type(module).__name__} calls {function} inside torch.utils.checkpoint, which would "
+                "draw others in the backward pass: turn its checkpointing off, or leave the dropout rate as it is"
+            )
+        frame = frame.f_back
+
+
+_KEPT: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def kept_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose forward runs through its `FunctionalNoise`; cached."""
+    if kind in _KEPT:
+        return _KEPT[kind]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._modules[CHILD](self, partial(kind.forward, self, *args, **kwargs))
+
+    own = {"forward": forward, "own_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    _KEPT[kind] = type(kind.__name__, (kind,), own)
+    return _KEPT[kind]
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before its noise was kept on."""
+    return vars(type(module)).get("own_class", type(module))
+
+
+# -- finding functional noise ------------------------------------------------------------------------------
+
+
+def noise_to_keep(network: nn.Module, rate: float | None) -> None:
+    """Mark a network: keep its functional noise on, once an input shows where it is."""
+    vars(network)[_MARK] = {"rate": rate}
+
+
+def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
+    """Mark a network: freeze functional noise that is found later, with numbers from a seed."""
+    network.register_buffer(SEED, seed)
+
+
+def to_be_kept(network: nn.Module) -> bool:
+    """Return whether the network's functional noise is to be kept on, but was not searched for yet."""
+    return _MARK in vars(network)
+
+
+def noise_to_find(network: nn.Module) -> bool:
+    """Return whether functional noise, or the batch axes of frozen noise, have yet to be found by running an input."""
+    return to_be_kept(network) or bool(rows_to_find(network))
+
+
+def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> dict[str, str]:
+    """Find the batch axes of frozen noise, and keep on what the network's own code draws in training.
+
+    Return a note for each module that was kept on, by its name. Raise an error for noise that cannot be kept on. In a
+    frozen network, the noise is frozen too.
+    """
+    find_rows(network, x, run)
+    if not to_be_kept(network):
+        return {}
+    found = _kept(network, x, partial(run, x), vars(network)[_MARK]["rate"])
+    del vars(network)[_MARK]
+    if (seed := network._buffers.pop(SEED, None)) is not None:
+        for number, name in enumerate(found):
+            module: Any = network.get_submodule(name)
+            module.add_module(CHILD, Frozen(module._modules[CHILD], scrambled(scrambled(seed) + number)))
+        find_rows(network, x, run)
+    return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
+
+
+def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float | None) -> dict[str, set[str]]:
+    """Keep on the noise that is found; return the modules, with the functions by which they draw."""
+    found = _found(network, x, run)
+    for name in found:
+        module = network.get_submodule(name)
+        if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or hasattr(module, CHILD):
+            raise ValueError(f"{_place(network, name)} draws in its own code, which cannot be kept on there")
+    for name in found:
+        module = network.get_submodule(name)
+        module.add_module(CHILD, FunctionalNoise(rate).train(module.training))
+        module.__class__ = kept_class(type(module))
+    for module in network.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # fast path: reads the weights of its layers instead of calling them
+    try:
+        _check_only_noise(network, x, run, found)
+    except BaseException:
+        for name in found:
+            module = network.get_submodule(name)
+            del module._modules[CHILD]
+            module.__class__ = own_class(module)
+        raise
+    return found
+
+
+def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
+    """Find the modules whose own code draws in training but not in evaluation, and the functions that they draw by."""
+    seen: dict[bool, dict[str, set[str]]] = {}
+    for training in (True, False):
+        with (
+            holding(network.modules(), "training", training),
+            running_statistics(network),
+            unmoved(network, x),
+            expecting(network),
+            torch.no_grad(),
+            recording(network, tensors=False, noise=True) as trace,
+        ):
+            run()
+        seen[training] = trace.random
+        if training and trace.unknown_random:
+            name = next(iter(trace.unknown_random))
+            raise ValueError(
+                f"{_place(network, name)} draws random numbers in training in a way that cannot be kept on in "
+                "evaluation; layers= names the dropout layers that shall stay on, without it"
+            )
+    return {
+        name: new
+        for name, functions in seen[True].items()
+        if (new := functions - seen[False].get(name, set()))
+        and not isinstance(network.get_submodule(name), _ACTIVATIONS)
+    }
+
+
+def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], found: dict[str, set[str]]) -> None:
+    """Raise an error if code under `self.training` does more than drop, since keeping it on would change evaluation."""
+    if not found or not all(functions <= _DROPS for functions in found.values()):
+        return
+    with holding(network.modules(), "training", False), unmoved(network, x), torch.no_grad():
+        with expecting(network):
+            want = run()
+        sources = [layer for layer in stochastic_layers(network) if isinstance(layer, FunctionalNoise)]
+        with expecting(network), holding(sources, "expects", False), holding(sources, "still", True):
+            got = run()
+    if not alike(got[None], want[None]):
+        places = ", ".join(_place(network, name) for name in found)
+        raise ValueError(
+            f"{places} asks for self.training for more than dropout, which cannot be kept on alone; layers= names the "
+            "dropout layers that shall stay on, without it"
+        )
+
+
+def _place(network: nn.Module, name: str) -> str:
+    kind = type(network.get_submodule(name)).__name__
+    return f"layer {name!r} ({kind})" if name else f"the network itself ({kind})"

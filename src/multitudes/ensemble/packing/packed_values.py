@@ -1,0 +1,203 @@
+"""Values of a packed network: one tensor for all members that code uses like a tensor of one member."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from multitudes.networks.calls import InputError
+from multitudes.networks.vmap import at_once
+
+RULES: dict[Any, Callable[..., Any]] = {}
+"""Rules that run torch's functions for all members at once: `rule(function, *args, **kwargs)`, with the function's
+arguments, returns the result, or `NotImplemented` for arguments that it does not support (`rules.py`)."""
+
+_SETTINGS = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
+_SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"}
+"""Attributes and methods of a tensor that are the same for all members."""
+
+
+class CannotPack(InputError):
+    """The reason why the packed runner cannot run a network."""
+
+
+@dataclass(eq=False)
+class Team:
+    """The members that run together."""
+
+    members: int
+    channels_last: bool = False
+    """True if a CPU should keep feature maps channels-last."""
+    gradients: bool = False
+    """True if gradients are recorded."""
+    mapped: set[str] = field(default_factory=set)
+    """Names of the functions that ran under vmap, since no rule took them."""
+
+
+class Many:
+    """One value per member; torch's functions and methods compute all of them."""
+
+    __slots__ = ("__weakref__", "team", "tensor")
+
+    def __init__(self, tensor: Tensor, team: Team) -> None:
+        if team.gradients and not torch.is_grad_enabled():  # as in an autograd function with its own backward
+            raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
+        self.tensor = tensor
+        self.team = team
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return applied(function, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SETTINGS:
+            return getattr(self.stacked()[0], name)
+        attribute = getattr(Tensor, name)
+        if callable(attribute):
+            return partial(applied, attribute, self)
+        return applied(attribute.__get__, self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    __hash__ = object.__hash__
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one member's value."""
+        return self.stacked().shape[1:]
+
+    def dim(self) -> int:
+        """Return the number of dimensions of one member's value."""
+        raise NotImplementedError
+
+    def stacked(self) -> Tensor:
+        """Return the values as `[M, B, ...]`."""
+        raise NotImplementedError
+
+    def packed(self) -> Tensor:
+        """Return the values as `[B, M*C, ...]`."""
+        raise NotImplementedError
+
+    def like(self, tensor: Tensor) -> Many:
+        return type(self)(tensor, self.team)
+
+
+class Packed(Many):
+    """Values `[B, M*C, ...]`: the members' channels side by side."""
+
+    __slots__ = ()
+
+    def dim(self) -> int:
+        return self.tensor.dim()
+
+    def stacked(self) -> Tensor:
+        batch, channels, *rest = self.tensor.shape
+        return self.tensor.view(batch, self.team.members, channels // self.team.members, *rest).movedim(1, 0)
+
+    def packed(self) -> Tensor:
+        return self.tensor
+
+
+class Stacked(Many):
+    """Values `[M, B, ...]`: one member after the other, as for weights and sequences."""
+
+    __slots__ = ()
+
+    def dim(self) -> int:
+        return self.tensor.dim() - 1
+
+    def stacked(self) -> Tensor:
+        return self.tensor
+
+    def packed(self) -> Tensor:
+        if self.tensor.dim() < 3:
+            raise CannotPack(f"a value of shape {list(self.tensor.shape[1:])} has no channels")
+        return self.tensor.movedim(0, 1).flatten(1, 2)
+
+
+Value = Many | Tensor
+
+
+# -- functions of values -----------------------------------------------------------------------------------
+
+
+def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a torch function for all members at once: by its rule, or under `vmap`, which is right for any function."""
+    rule = RULES.get(function)
+    if rule is not None and (not kwargs or _fits(rule, len(args), tuple(kwargs))):
+        result = rule(function, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    team = next(leaf.team for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
+    return mapped(team, function, *args, **kwargs)
+
+
+@cache
+def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
+    """Return whether a rule takes this many positional arguments, and keywords of these names."""
+    try:
+        inspect.signature(rule).bind(None, *[None] * count, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a function under `vmap`, with each member's own random numbers; what all members share stays shared."""
+    name = getattr(function, "__name__", str(function))
+    if not torch.compiler.is_compiling():
+        team.mapped.add(name)
+    if function is Tensor.view:  # members' values need not be contiguous
+        function = Tensor.reshape
+    leaves, structure = tree_flatten((args, kwargs))
+    try:
+        with at_once(team.members) as members:
+            own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
+            given, options = tree_unflatten(own, structure)
+            results, form = tree_flatten(function(*given, **options))
+            whole = [
+                Stacked(members.whole(each), team)
+                if isinstance(each, Tensor) and _functorch.is_batchedtensor(each)
+                else each
+                for each in results
+            ]
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise CannotPack(f"{name} failed: {error}") from error
+    return tree_unflatten(whole, form)
+
+
+# -- operators ---------------------------------------------------------------------------------------------
+
+
+def _operator(name: str, function: Any) -> None:
+    def method(self: Many, *args: Any) -> Any:
+        return applied(function, self, *args)
+
+    setattr(Many, name, method)
+
+
+for _name in (
+    "bool", "float", "int", "index", "getitem", "setitem", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
+    "and", "or", "xor", "invert", "abs", "pos", "floordiv", "mod", "lshift", "rshift", "rsub", "rtruediv", "rpow",
+    "rfloordiv", "rmod", "rand", "ror", "rxor", "rlshift", "rrshift", "iand", "ior", "ixor", "ilshift", "irshift",
+    "ifloordiv", "imod", "ipow", "contains", "complex", "reversed",
+):  # fmt: skip
+    _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__"))
+
+for _name, _method in (
+    ("add", "add"), ("radd", "add"), ("sub", "sub"), ("mul", "mul"), ("rmul", "mul"), ("truediv", "div"),
+    ("pow", "pow"), ("neg", "neg"), ("iadd", "add_"), ("isub", "sub_"), ("imul", "mul_"), ("itruediv", "div_"),
+):  # fmt: skip
+    _operator(f"__{_name}__", getattr(Tensor, _method))

@@ -1,0 +1,102 @@
+"""Members that share weights, all of them in one run: side by side under vmap, or tiled in one batch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.ensemble.member_layer import member_layers
+from multitudes.networks.calls import Input, InputError, mapped, tensors_in, tile
+from multitudes.networks.stochastic import as_member, stochastic_layers
+from multitudes.networks.trace import attributes_restored, writing_modules
+from multitudes.networks.versions import Versions
+from multitudes.networks.views import Views, may_write, run, view
+from multitudes.networks.vmap import Lane
+
+
+class Tiled:
+    """Run all members' rows as one batch `[M*B, ...]`, member-major: from the start, or from one layer on.
+
+    What comes before the layer named `first` runs once, on rows `[B, ...]` that this layer tiles.
+    """
+
+    def __init__(self, network: nn.Module, members: int, first: str = "", versions: Versions | None = None) -> None:
+        self.network, self.members, self.first = network, members, first
+        self.views = Views(network, partial(_tiling_view, first), versions) if first else None
+
+    def __call__(self, x: Input) -> Tensor:
+        if self.views is None:
+            return self.divided(tile(x, self.members))
+        (network,) = self.views.current()
+        predictions = run(network, x, late=[])
+        if self.views.may_write:
+            self.views.show()
+        return predictions.unflatten(0, (self.members, -1))
+
+    def divided(self, x: Input) -> Tensor:
+        """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
+        return run(self.network, x, is_view=False).unflatten(0, (self.members, -1))
+
+
+class SideBySide:
+    """Run the network's own code for all members, under vmap from the first layer that differs between them.
+
+    What comes before that layer runs once. A network that writes attributes or assigns buffers as it runs is refused,
+    since each member would have to write its own.
+    """
+
+    def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:
+        self.members = members
+        self.views = Views(network, _vmapped_view, versions)
+
+    def __call__(self, x: Input) -> Tensor:
+        (network,) = self.views.current()
+        with Lane(self.members) as lane:
+            if stochastic_layers(network):  # each member has random numbers of its own, before that layer as well
+                lane.enter()
+            return self._run(network, lane, x)
+
+    def divided(self, x: Input) -> Tensor:
+        """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
+        (network,), rows = self.views.current(), len(tensors_in(x)[0])
+        with Lane(self.members) as lane:
+            members = lane.enter()
+
+            def own(tensor: Tensor) -> Tensor:
+                is_divided = tensor.shape[:1] == (rows,)
+                return members.own(tensor.unflatten(0, (self.members, -1))) if is_divided else tensor
+
+            return self._run(network, lane, mapped(own, x))
+
+    def _run(self, network: nn.Module, lane: Lane, x: Input) -> Tensor:
+        writing = writing_modules(network)
+        buffers = [(module, dict(module._buffers)) for _, module in writing]
+        own_numbers: AbstractContextManager[None] = nullcontext()
+        if lane.members is not None:
+            own_numbers = as_member(network, lane.members.own(torch.arange(self.members)), self.members)
+        try:
+            with own_numbers, attributes_restored(writing) as written:
+                predictions = lane.whole(run(network, x, lane=lane))
+        finally:
+            for module, own in buffers:
+                if any(module._buffers[name] is not buffer for name, buffer in own.items()):
+                    module._buffers.update(own)
+                    raise InputError("its code assigns buffers as it runs")
+        if lane.disturbed:
+            raise InputError("a layer that differs between members runs inside a function mode")
+        if written:
+            path, name = min(written)
+            raise InputError(f"the forward of module {path!r} writes its attribute {name!r}")
+        return predictions
+
+
+def _tiling_view(first: str, network: nn.Module) -> list[nn.Module]:
+    layers = member_layers(network)
+    return [view(network, {name: {"in_view": True, "untiled": name == first} for name in layers})]
+
+
+def _vmapped_view(network: nn.Module) -> list[nn.Module]:
+    return [view(network, {name: layer.as_all() for name, layer in member_layers(network).items()}, may_write)]

@@ -1,0 +1,411 @@
+"""Describe a network's structure as plain data, and rebuild it: the part of a saved file besides the tensors.
+
+Each module is a *node*: its class, its plain settings, and the names of its children and tensors. Modules of torch and
+of this library are rebuilt from these alone, after any surgery. A user's own modules are code, which is not saved: they
+are copied from the network that the user passes, module by module, and then get the saved settings, children and
+tensors. Nothing is unpickled, and classes are only looked up in torch and this library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from multitudes.draws.functional_noise import kept_class, own_class
+from multitudes.ensemble.kl_terms import DIVERGENCES, name_of
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude, plain
+from multitudes.files.attribute_values import check_held, held_by, lazy_hooks
+from multitudes.networks.copies import copied, share_registries
+from multitudes.networks.settings import FOUND_ANEW
+from multitudes.networks.stochastic import attached
+
+Node = dict[str, Any]
+
+MOST_MEMBERS = 1_000_000
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+
+
+# -- from a network to nodes -------------------------------------------------------------------------------
+
+
+def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
+    """Return a network's nodes, its own first, and its tensors by name, including non-persistent ones."""
+    places = _places(net)
+    numbers = {id(place[0]): number for number, place in enumerate(places)}
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def named(path: str, registry: Mapping[str, Tensor | None]) -> dict[str, str | None]:
+        for name, tensor in registry.items():
+            if tensor is not None and id(tensor) not in names:  # save a shared tensor once
+                names[id(tensor)] = path + name
+                tensors[path + name] = tensor
+        return {name: None if tensor is None else names[id(tensor)] for name, tensor in registry.items()}
+
+    nodes, seen = [], set[int]()
+    for module, path, origin, member in places:
+        prefix = f"{path}." if path else ""
+        node: Node = {"path": path, "class": _name_of(own_class(module)), "member": member}
+        if own_class(module) is not type(module):
+            node["keeps_noise"] = True
+        node |= _settings(module, path, origin, numbers, seen)
+        inner = _shared(module)
+        if inner is not None:
+            node["shares"] = numbers[id(inner)]
+        else:
+            children = {name: None if child is None else numbers[id(child)] for name, child in module._modules.items()}
+            node["children"] = children
+            node["parameters"] = named(prefix, module._parameters)
+            node["buffers"] = named(prefix, module._buffers)
+            node["fixed"] = [n for n, p in module._parameters.items() if p is not None and not p.requires_grad]
+            node["transient"] = sorted(module._non_persistent_buffers_set)
+            node["attached"] = [numbers[id(layer)] for layer in attached(module)]
+        nodes.append(node)
+    return nodes, tensors
+
+
+def _places(net: nn.Module) -> list[tuple[nn.Module, str, str, str]]:
+    """List every module once, with its path, its path in the converted network, and the path of its member."""
+    found: dict[int, tuple[nn.Module, str, str, str]] = {}
+
+    def walk(module: nn.Module, path: str, origin: str, member: str) -> None:
+        if id(module) in found:
+            return
+        found[id(module)] = module, path, origin, member
+        inner = _shared(module)
+        if isinstance(module, Members):
+            found[id(inner)] = inner, path, origin, member
+            for name, each in inner._modules.items():  # each replaces the user's network
+                walk(each, _joined(path, name), origin, _joined(path, name))
+        elif inner is not None:
+            walk(inner, path, origin, member)
+        else:
+            for name, child in module._modules.items():
+                if child is not None:
+                    wrapped = name == getattr(type(module), "wraps", None)  # it has its own place in the user's network
+                    walk(child, _joined(path, name), origin if wrapped else _joined(origin, name), member)
+
+    walk(net, "", "", "")
+    return list(found.values())
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _shared(module: nn.Module) -> Any:
+    """Return the module whose registries this one shares, as named by its class; None if it has its own."""
+    inner = vars(module).get(str(getattr(type(module), "shares", None)))
+    return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name for something else
+
+
+def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
+    """Return a node's plain settings, and references for those that are taken from the user's network."""
+    shares = str(getattr(type(module), "shares", None))
+    beside = {*module.found_anew, "divergences"} if isinstance(module, Multitude) else set()
+    skipped = {*_REGISTRIES, shares, *beside}  # caches, and attributes that are saved separately
+    settings, others = {}, []
+    for key, value in vars(module).items():
+        if key in skipped:
+            continue
+        try:
+            settings[key] = _encoded(value, numbers)
+        except TypeError:
+            others.append(key)
+    node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
+    if isinstance(module, Multitude):
+        node["divergences"] = [_encoded_function(function) for function in module.divergences]
+    hooks = _hooks(module)
+    where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        raise ValueError(f"{where} has an extra state (get_extra_state), which the file could not hold")
+    if _is_known(own_class(module)) and not others and not hooks:
+        return node
+    if others and others[0] in (reasons := getattr(type(module), "unsaved", {})):
+        raise ValueError(reasons[others[0]])
+    if isinstance(module, Multitude) or (others and _of_library(type(module))):
+        what = "has forward hooks" if hooks else "is a class of your own"
+        if others:
+            what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
+        raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
+    return node | {"origin": origin, "hooks": hooks} | held_by(module, others, seen)
+
+
+def _hooks(module: nn.Module) -> int:
+    """Count a module's forward hooks, except those that are recreated."""
+    own = 2 * len(attached(module))  # one pre-hook and one hook
+    own += len(lazy_hooks(module._forward_hooks))
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
+
+
+def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
+    """Encode a plain value for JSON, or raise a TypeError."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, nn.Module) and id(value) in numbers:
+        return {"module": numbers[id(value)]}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return {"tuple": [_encoded(v, numbers) for v in value]}
+    if type(value) is list:
+        return [_encoded(v, numbers) for v in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _encoded(v, numbers) for key, v in value.items()}}
+    raise TypeError
+
+
+def _encoded_function(function: Callable[..., Tensor]) -> Node:
+    own = function.func if isinstance(function, partial) else function
+    keywords = function.keywords if isinstance(function, partial) else {}
+    name = name_of(own)
+    if DIVERGENCES.get(name) is not own:
+        raise ValueError(
+            f"net.divergences holds a function of your own ({name}), which a file cannot hold: save the network with "
+            "net.divergences = (), and set them again after loading"
+        )
+    return {"function": name, "keywords": dict(keywords)}
+
+
+# -- from nodes to a network -------------------------------------------------------------------------------
+
+
+def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module | None = None) -> nn.Module:
+    """Rebuild the network from nodes and tensors; `model` is not changed."""
+    _check_model(nodes, model)
+    parameters = {
+        key: nn.Parameter(tensors[key], name not in node["fixed"])
+        for node in nodes
+        for name, key in node.get("parameters", {}).items()
+        if key is not None
+    }
+    modules = _modules(nodes, parameters, tensors, model)
+    for node, module in zip(nodes, modules, strict=True):
+        vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
+        _check_members(module)
+        check_held(module, node)
+        if "shares" in node:
+            continue
+        _refill(module._modules, {n: None if c is None else modules[c] for n, c in node["children"].items()})
+        _refill(module._parameters, {n: None if k is None else parameters[k] for n, k in node["parameters"].items()})
+        _refill(module._buffers, {n: None if k is None else tensors[k] for n, k in node["buffers"].items()})
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(node["transient"])
+        for number in node["attached"]:
+            modules[number].attach(module)
+    for node, module in reversed(list(zip(nodes, modules, strict=True))):  # inner modules first
+        if node.get("keeps_noise"):
+            module.__class__ = kept_class(own_class(module))
+        if "shares" in node:
+            share_registries(module, modules[node["shares"]])
+            object.__setattr__(module, str(type(module).shares), modules[node["shares"]])
+        if isinstance(module, Multitude):
+            module.divergences = tuple(map(_decoded_function, node["divergences"]))
+            module.forget()
+    return modules[0]
+
+
+def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
+    """Check the user's network completely before anything is built."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    there = {} if model is None else dict(plain(model).named_modules(remove_duplicate=False))
+    if model is not None and not any("origin" in node for node in nodes):
+        _check_like(nodes, there)
+    for node in nodes:
+        if "origin" not in node:
+            continue
+        origin, kind = node["origin"], node["class"].rpartition(".")[2]
+        what = f"layer {origin!r}" if origin else "it"
+        if model is None:
+            raise ValueError(
+                "model must be given, a network like the one that was converted: its own code is not in the file, "
+                f"and {what} is a {kind}"
+            )
+        found = there.get(origin)
+        if found is None or type(found).__name__ != kind:
+            got = "there is none" if found is None else f"it is a {type(found).__name__}"
+            own = type(plain(model)).__name__
+            raise ValueError(f"model does not fit the file, in which {what} is a {kind}: in model ({own}) {got}")
+        if _hooks(found) != node["hooks"]:
+            raise ValueError(
+                f"model does not fit the file, in which {what} ({kind}) has {node['hooks']} forward hooks: in model it "
+                f"has {_hooks(found)}"
+            )
+        for registry in ("parameters", "buffers"):
+            missing = getattr(found, f"_{registry}").keys() - node[registry].keys()
+            if missing:
+                raise ValueError(
+                    f"model does not fit the file, in which {what} ({kind}) has no tensor {min(missing)!r} of its own"
+                )
+
+
+def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
+    """Check that a given network matches the file, even if the file alone would suffice."""
+    notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
+    at: dict[str, list[Node]] = {}
+    for node in nodes:
+        at.setdefault(str(node["place"]), []).append(node)
+    for place, those in at.items():
+        if place not in there and any(map(_has_weights, those)):
+            raise ValueError(
+                f"model does not fit the file, in which there is a layer {place!r}: in model there is none"
+            )
+    for place, module in there.items():
+        if any(p is not None for p in module._parameters.values()):
+            _check_one_like(place, module, at.get(place, []), noted=place in notes)
+
+
+def _has_weights(node: Node) -> bool:
+    """Return whether a node is a layer of the user's network or a converted one, not an addition of a method."""
+    names = node.get("parameters", {})
+    return "weight" in names or (bool(names) and not _of_library_named(node))
+
+
+def _of_library_named(node: Node) -> bool:
+    return str(node["class"]).startswith("multitudes.")
+
+
+def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
+    """Check that a layer exists, has its class or was converted, and has its settings unless `noted` as changed."""
+    kind = type(module).__name__
+    same = [node for node in nodes if node["class"] == _name_of(type(module))]
+    if not same and not any(map(_of_library_named, nodes)):
+        got = f"it is a {nodes[0]['class'].rpartition('.')[2]}" if nodes else "there is none"
+        raise ValueError(f"model does not fit the file: its layer {place!r} is a {kind}, and in the file {got}")
+    settings = _settings(module, place, place, {}, set())["settings"]
+    for key, want in (same[0]["settings"] if same and not noted else {}).items():
+        if key in settings and key != "training" and settings[key] != want:
+            raise ValueError(
+                f"model does not fit the file, in which layer {place!r} ({kind}) has {key} = {want}: in model it is "
+                f"{settings[key]}"
+            )
+
+
+def _modules(
+    nodes: list[Node], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module | None
+) -> list[Any]:
+    """Create a module per node: an empty one of its class, or a copy of the user's own."""
+    modules: dict[int, nn.Module] = {
+        number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
+    }
+    if model is not None:
+        there = dict(plain(model).named_modules(remove_duplicate=False))
+        for member in dict.fromkeys(node["member"] for node in nodes):
+            own = [number for number, node in enumerate(nodes) if node["member"] == member]
+            modules |= _copies(own, nodes, modules, there, {"parameters": parameters, "buffers": tensors})
+    return [modules[number] for number in range(len(nodes))]
+
+
+def _copies(
+    numbers: list[int],
+    nodes: list[Node],
+    bare: Mapping[int, nn.Module],
+    there: Mapping[str, nn.Module],
+    saved: Mapping[str, Mapping[str, Tensor]],
+) -> dict[int, nn.Module]:
+    """Copy the user's own modules of one member.
+
+    They are copied together to preserve references between them and to their tensors.
+    """
+    memo: dict[int, Any] = {}
+    for number in numbers:
+        counterpart = there.get(nodes[number]["place"])
+        if number in bare and counterpart is not None and "shares" not in nodes[number]:
+            memo.setdefault(id(counterpart), bare[number])
+    own = {number: there[nodes[number]["origin"]] for number in numbers if "origin" in nodes[number]}
+    for number, module in own.items():
+        memo.pop(id(module), None)
+        for registry, tensors in saved.items():
+            for name, tensor in getattr(module, f"_{registry}").items():
+                key = nodes[number][registry][name]
+                if tensor is not None and key is not None:
+                    memo[id(tensor)] = tensors[key]
+    copies = dict(zip(own, copied(nn.ModuleList(own.values()), memo), strict=True))
+    for module in copies.values():
+        for hook in lazy_hooks(module._forward_hooks):
+            del module._forward_hooks[hook]
+        for key in FOUND_ANEW:
+            vars(module).pop(key, None)
+    return copies
+
+
+def _bare(name: str) -> nn.Module:
+    kind = _class_named(name)
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    return module
+
+
+def _check_members(module: nn.Module) -> None:
+    """Check the number of members: files may come from others."""
+    members = vars(module).get("members", 1)
+    if isinstance(module, Multitude) and (type(members) is not int or not 1 <= members <= MOST_MEMBERS):
+        raise ValueError(f"the file is damaged: a network has 1 to {MOST_MEMBERS} members, and it says {members!r}")
+
+
+def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:
+    """Replace the items in place, since other modules share the registry."""
+    registry.clear()
+    registry.update(items)
+
+
+def _decoded(value: Any, modules: list[Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(v, modules) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == "module":
+        return modules[inside]
+    if kind == "tuple":
+        return tuple(_decoded(v, modules) for v in inside)
+    return {key: _decoded(v, modules) for key, v in inside.items()}
+
+
+def _decoded_function(node: Node) -> Callable[..., Tensor]:
+    _library_module(node["function"].rpartition(".")[0])  # imports the module that declares it
+    function = DIVERGENCES.get(node["function"])
+    if function is None:
+        raise ValueError(f"the file names {node['function']!r}, which is no divergence of this library")
+    return partial(function, **node["keywords"]) if node["keywords"] else function
+
+
+# -- classes -----------------------------------------------------------------------------------------------
+
+
+def _name_of(kind: type[nn.Module]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _of_library(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("multitudes.")
+
+
+def _is_known(kind: type[nn.Module]) -> bool:
+    """Return whether a class of torch or of this library can be found by its name."""
+    return (_of_library(kind) or kind.__module__.startswith("torch.nn.modules.")) and "." not in kind.__qualname__
+
+
+def _class_named(name: str) -> type[nn.Module]:
+    module, _, own = name.rpartition(".")
+    kind = getattr(_library_module(module), own, None)
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and _is_known(kind):
+        return kind
+    raise ValueError(
+        f"the file names {name!r}, which is no layer of torch or of this library: is it of a later version?"
+    )
+
+
+def _library_module(name: str) -> ModuleType | None:
+    """Import a module of torch's layers or of this library; None for any other."""
+    if not name.startswith(("multitudes.", "torch.nn.modules.")) or "__" in name:  # __main__ is not a library module
+        return None
+    with suppress(ImportError):
+        return importlib.import_module(name)
+    return None

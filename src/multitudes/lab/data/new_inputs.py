@@ -1,0 +1,131 @@
+"""New inputs for a trained network, from files, folders, tables and texts, with or without targets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from multitudes.lab.data.assembly import BadRows, load
+from multitudes.lab.data.kinds import kind_of_source
+from multitudes.lab.data.parts import Data
+from multitudes.lab.data.sources import Source, open_source
+from multitudes.lab.data.tables.columns import Column
+from multitudes.lab.data.tables.table import Choice, find_target
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs `[N, ...]` like those of training, each with a name.
+
+    `bad` counts unreadable inputs; `unknown` counts rows with a category that training has not; `filled` counts imputed
+    values by column; `notes` are further remarks.
+    """
+
+    names: list[str]
+    x: Tensor
+    bad: int
+    unknown: int
+    filled: Mapping[str, int]
+    notes: Sequence[str] = ()
+
+
+def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts: Sequence[str] = ()) -> Inputs:
+    """Read image files and folders, or tables, depending on `data`; unreadable inputs raise or are skipped.
+
+    `texts` are given directly as inputs, if `data` are texts.
+    """
+    sources = [("text", texts_source(texts, data))] if texts else []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"the file or folder {str(path)!r} does not exist")
+        sources.append((str(path), data.kind.open(path)))
+    return inputs_of(sources, data, skip_bad)
+
+
+def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool = False) -> Inputs:
+    """Encode the rows of sources; their names are used if there are several."""
+    names: list[str] = []
+    filled: Counter[str] = Counter()
+    parts, notes, bad, unknown = [], [], 0, 0
+    for name, source in sources:
+        columns = data.encoder.columns(source)
+        faults = BadRows(source, skip_bad, data.kind, columns)
+        rows = faults.usable()
+        encoded = faults.encode(data.encoder, columns, rows)
+        for row in rows[encoded.kept].tolist():
+            place = source.place(row) if len(sources) == 1 else f"{name} {source.place(row)}"
+            names.append(source.where(row) if source.files else place)
+        parts.append(encoded.x)
+        bad, unknown = bad + len(faults.rows), unknown + encoded.unknown
+        filled.update(encoded.filled)
+        notes += list(encoded.notes.values())
+    if not names:
+        raise ValueError(f"there is no input to predict in {', '.join(name for name, _ in sources)}")
+    return Inputs(names, torch.cat(parts), bad, unknown, filled, notes)
+
+
+def texts_source(texts: Sequence[str], data: Data) -> Source:
+    """Wrap texts in a source; raise if `data` are not texts."""
+    if not data.kind.written:
+        raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
+    column = data.encoder.features[0].column
+    columns = {column: Column("text", list(texts))}
+    return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
+
+
+def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
+    """Return sentences on unknown categories and missing values."""
+    told = [f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that the training data had not"]
+    return told * bool(unknown) + [
+        f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training"
+        for name, count in filled.items()
+    ]
+
+
+def labelled(
+    source: str, data: Data, target: str | None = None, image: str | None = None, skip_bad: bool = False
+) -> tuple[Tensor, Tensor, list[str]]:
+    """Read inputs like those of `data` and their targets, from a source's test part, or from all rows if it has none.
+
+    Also return sentences on bad rows that were left out and on imputed values.
+    """
+    if source == "digits" or source.lower().endswith(".mtdata"):
+        other = load(source)
+        if (other.kind, other.columns, other.task) != (data.kind, data.columns, data.task):
+            raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
+        return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
+    opened = open_source(source)
+    if data.kind.written:
+        kind, found = data.kind, list(data.encoder.columns(opened))
+    else:
+        kind, found = kind_of_source(opened, Choice(image=image), target)
+    if kind is not data.kind:
+        raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
+    name = find_target(opened, target, found)
+    columns = data.encoder.columns(opened, image)
+    bad = BadRows(opened, skip_bad, kind, columns, name)
+    y, classes = bad.targets(name, bool(data.classes))
+    rows = bad.usable("test")
+    encoded = bad.encode(data.encoder, columns, rows)
+    if not encoded.kept:
+        raise ValueError(f"{opened.name} has no row that can be used")
+    left_out = [f"Left out {n} bad row{'' if n == 1 else 's'}: {reason}" for reason, n in bad.counts().items()]
+    told = left_out + remarks(encoded.unknown, encoded.filled) + list(encoded.notes.values())
+    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), told
+
+
+def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:
+    """Map targets to the class indices of training, by name."""
+    if not data.classes:
+        return y
+    for number in y.unique().tolist():
+        if classes[number] not in data.classes:
+            known = ", ".join(data.classes[:20])
+            raise ValueError(f"the data have the class {classes[number]!r}; the network knows {known}")
+    numbers = [data.classes.index(name) if name in data.classes else -1 for name in classes]
+    return torch.tensor(numbers)[y]

@@ -1,0 +1,1 @@
+"""Tables: how columns are read, and the features made from them."""

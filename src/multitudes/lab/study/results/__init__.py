@@ -1,0 +1,1 @@
+"""Results: the leaderboard of a study, comparisons with confidence, and recommendations."""

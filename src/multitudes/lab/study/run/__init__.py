@@ -1,0 +1,1 @@
+"""Execution: jobs, the processes and clusters that run them, and the files that they write."""

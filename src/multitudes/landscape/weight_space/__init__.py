@@ -1,0 +1,1 @@
+"""The loss in weight space: planes, paths, directions, curvature and sharpness."""

@@ -1,0 +1,184 @@
+"""Loss of a network as a function of its weights, one vector: `Objective`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.functional import vhp
+from torch.func import functional_call
+
+from multitudes.base.checks import check_number, check_seed
+from multitudes.ensemble.multitude import Multitude, plain
+from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
+from multitudes.networks.attention import math_attention
+from multitudes.networks.calls import (
+    Input,
+    InputError,
+    call_with,
+    evaluating,
+    input_errors,
+    moved,
+    placed,
+    plain_attention,
+)
+from multitudes.networks.seeds import mixed, seeded
+from multitudes.networks.stochastic import expecting
+from multitudes.tasks import Criterion
+
+
+@dataclass(eq=False)
+class Objective:
+    """Loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
+
+    `L(w) = criterion + weight_decay / 2 |w|^2`, mean over examples. The default criterion is that of a multitude's
+    task, or cross entropy. Batches are read, and their inputs augmented, once, and cached on the CPU. If layers draw,
+    `draws=0` uses expectations; otherwise each batch has its own fixed draws, whose predictions are averaged. Members'
+    losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
+
+    >>> network = nn.Linear(1, 1, bias=False)
+    >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+    >>> objective = Objective(network, data, F.mse_loss)  # L(w) = (w^2 + 9 w^2) / 2
+    >>> objective.value(torch.tensor([2.0])), objective.gradient(torch.tensor([2.0]))
+    (tensor(20.), tensor([20.]))
+    """
+
+    network: nn.Module
+    data: Any
+    criterion: Criterion | None = None
+    weight_decay: float = 0.0
+    augment: Callable[[Any], Any] | None = None
+    draws: int = 0
+    seed: int = 0
+    batches: list[tuple[Input, Tensor]] = field(init=False, default_factory=list)
+    sizes: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._check()
+        _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
+        if self.draws == 0:
+            self.network = plain(self.network)  # gives the same without an axis of draws
+        self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
+        if not self.weights:
+            raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
+        self.device = next(iter(self.weights.values())).device
+        for number, (x, y) in enumerate(with_targets(self.data, torch.device("cpu"))):
+            with seeded(mixed(self.seed, number)):
+                self.batches.append((x if self.augment is None else self.augment(x), y))
+            self.sizes.append(count_targets(self.criterion, y))
+        if not sum(self.sizes):
+            raise ValueError("data must hold at least one target, got none")
+        loss = self.value(self.start)  # raises if an input does not fit
+        if not bool(loss.isfinite()):
+            raise ValueError(f"the loss of network on data must be finite, got {loss.item()}")
+
+    def _check(self) -> None:
+        if not isinstance(self.network, nn.Module):
+            raise ValueError(f"network must be an nn.Module, got {type(self.network).__name__}")
+        check_number("weight_decay", self.weight_decay, 0)
+        check_seed(self.seed)
+        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 0:
+            raise ValueError(f"draws must be a whole number, 0 for expectations, got {self.draws!r}")
+        if self.draws and not isinstance(self.network, Multitude):
+            raise ValueError(f"draws={self.draws} is for a multitude, got a {type(self.network).__name__}")
+
+    @property
+    def start(self) -> Tensor:
+        """The network's own weights, `[P]`."""
+        dtype = torch.promote_types(next(iter(self.weights.values())).dtype, torch.float32)
+        return torch.cat([weight.flatten().to(dtype) for weight in self.weights.values()])
+
+    def value(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
+        """Return `L(w)`, a scalar, over all batches or the given ones."""
+        with self.ready(), torch.no_grad():
+            loss = self.mean(lambda number: self.loss(number, self.split(w)), numbers)
+        return loss + 0.5 * self.weight_decay * w.square().sum()
+
+    def gradient(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
+        """Return the gradient of `L` at `w`, `[P]`."""
+
+        def of(number: int) -> Tensor:
+            leaves = {name: part.detach().requires_grad_() for name, part in self.split(w).items()}
+            loss = self.loss(number, leaves)
+            return flattened(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)).to(w.dtype)
+
+        with self.ready(), torch.enable_grad():
+            return self.mean(of, numbers) + self.weight_decay * w
+
+    def curvature(self, vector: Tensor, numbers: list[int] | None = None) -> Tensor:
+        """Return the Hessian of `L` at the network's own weights times a vector, `[P] -> [P]`.
+
+        >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> Objective(nn.Linear(1, 1, bias=False), data, F.mse_loss).curvature(torch.ones(1))  # L(w) = 5 w^2
+        tensor([10.])
+        """
+        parts = tuple(self.split(vector).values())
+
+        def of(number: int) -> Tensor:
+            def loss(*weights: Tensor) -> Tensor:
+                return self.loss(number, dict(zip(self.weights, weights, strict=True)))
+
+            return flattened(vhp(loss, tuple(self.weights.values()), parts)[1]).to(vector.dtype)
+
+        with self.ready(), torch.enable_grad():
+            return self.mean(of, numbers) + self.weight_decay * vector
+
+    def mean(self, of: Callable[[int], Tensor], numbers: list[int] | None = None) -> Tensor:
+        """Return the mean over examples of `of(number)` of each batch."""
+        chosen = [n for n in (range(len(self.batches)) if numbers is None else numbers) if self.sizes[n]]
+        total = sum(self.sizes[number] for number in chosen)
+        mean = of(chosen[0]) * (self.sizes[chosen[0]] / total)
+        for number in chosen[1:]:
+            mean += of(number) * (self.sizes[number] / total)
+        return mean
+
+    def loss(self, number: int, weights: dict[str, Tensor]) -> Tensor:
+        """Return the criterion on one batch with these weights swapped in; call it inside `ready`."""
+        x, y = moved(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
+        network, criterion = self.network, self.criterion or F.cross_entropy
+        with input_errors(x):
+            if not isinstance(network, Multitude):
+                return _scalar(criterion(call_with(network, weights, x), y))
+            options: dict[str, Any] = {"draws": self.draws, "seed": mixed(self.seed, number)}
+            predictions = functional_call(network, placed(network, weights), (x,), options, tie_weights=False)
+            by_member = predictions.unflatten(0, (network.members, -1))
+            losses = torch.stack([_scalar(criterion(network.reading.averaged(drawn), y)) for drawn in by_member])
+            return losses.sum() if network.independent else losses.mean()
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Split a vector `[P]` into tensors by name, in the weights' shapes and dtypes."""
+        parts = vector.to(self.device).split([weight.numel() for weight in self.weights.values()])
+        return {
+            name: part.view(weight.shape).to(weight.dtype)
+            for (name, weight), part in zip(self.weights.items(), parts, strict=True)
+        }
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Run the network in evaluation mode inside, and restore its mode afterwards."""
+        expectations = expecting(self.network) if self.draws == 0 else nullcontext()
+        math = math_attention()  # fused attention kernels have no second derivatives
+        with evaluating(self.network), expectations, plain_attention(), math:
+            yield
+
+
+def flattened(tensors: Iterable[Tensor]) -> Tensor:
+    """Flatten and detach tensors to one vector, `[P]`."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.dim():
+        raise InputError(f"criterion must give one number, the batch's mean, got shape {list(loss.shape)}")
+    return loss
+
+
+def unit_direction(like: Tensor, seed: int) -> Tensor:
+    """Draw a uniform direction of length 1, `[P]`; a seed gives the same one on every device."""
+    direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
+    return (direction / direction.norm()).to(like.device)

@@ -1,0 +1,331 @@
+"""Verify a fast way to run a network against the plain one before it is used.
+
+Members side by side in one batch, draws under `torch.vmap` and packed layers are right for most networks, and silently
+wrong for some. So the first input of each kind runs both ways, in the mode in which it is used. The comparison runs
+without noise and with moved weights, since a gate that starts at zero hides what follows it; it leaves buffers,
+attributes and random states unchanged. `Verdicts` caches the result for each runner, mode and kind of input:
+
+    reason = verdicts.reason("packed", network, x, lambda: difference(network, x, packed, loop, buffers=True))
+    predictions = loop(x) if reason else packed(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from multitudes.networks.architecture import dense
+from multitudes.networks.calls import Input, mapped, plain_attention, rows, tensors_in, use_of
+from multitudes.networks.compiler import uncompiled
+from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.settings import holding
+from multitudes.networks.stochastic import expecting
+from multitudes.networks.trace import Call, recording, unmoved, unwritten
+
+Runner = Callable[[Any], Tensor]
+"""A way to run a network, from an input to predictions `[S, B, ...]`."""
+
+FAILURES = (
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, StopIteration,
+)  # fmt: skip
+"""Errors of a fast runner that count as a difference; out of memory does not."""
+
+
+# -- trials without side effects ---------------------------------------------------------------------------
+
+
+@contextmanager
+def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
+    """Run a network with moved weights, without noise and gradients, and leave it as it was.
+
+    Yield a function that returns, after the run, why it proves nothing: random numbers drawn in an unknown way, or
+    control flow that depends on values.
+    """
+    with (
+        unmoved(network, x) as drew,
+        torch.no_grad(),
+        moved_weights(network),
+        expecting(network),
+        Redrawn(STILL),
+        recording(network, (), looks=network.parameters()) as trace,
+    ):
+
+        def doubt() -> str:
+            if drew():
+                return "it draws random numbers in a way that cannot be compared"
+            return "its code inspects values, so that one row may decide for another" if trace.looks else ""
+
+        yield doubt
+
+
+@contextmanager
+def moved_weights(network: nn.Module) -> Iterator[None]:
+    """Replace every weight by another one of about the same size, none of them nearly zero.
+
+    Clear autocast's cache of cast weights before and after.
+    """
+    torch.clear_autocast_cache()
+    before = [(parameter, parameter.data) for parameter in network.parameters()]
+    try:  # memory may run out
+        for number, (parameter, data) in enumerate(before):
+            if data.is_floating_point() and data.layout is torch.strided and data.numel():
+                generator = torch.Generator(data.device).manual_seed(number)
+                noise = torch.randn(data.shape, generator=generator, dtype=data.dtype, device=data.device)
+                size = data.float().square().mean().sqrt()
+                fan_in = max(1, data.numel() // max(1, data.shape[0])) if data.dim() > 1 else 1
+                usual = 0.3 * fan_in**-0.5  # a much smaller weight, such as a gate of 1e-6, hides its effect
+                by = torch.where(size > 0.1 * usual, 0.1 * size, usual)
+                parameter.data = data + (noise * by).to(data.dtype)
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+        torch.clear_autocast_cache()
+
+
+def running_statistics(network: nn.Module) -> AbstractContextManager[None]:
+    """Make batch norms and spectral norms use their running statistics, in training too."""
+    return holding(filter(_keeps_statistics, network.modules()), "training", False)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return bool(module.track_running_stats)
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+
+
+# -- comparing ---------------------------------------------------------------------------------------------
+
+
+def alike(got: Tensor, want: Tensor) -> bool:
+    """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
+    if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
+        return False
+    with torch._C.DisableTorchFunction():  # outer modes must not see the comparison
+        if not want.numel():
+            return True
+        half, tolerance = _is_half(want), _tolerance(want)
+        got, want = (_real(values).flatten(1) for values in (got, want))
+        if not torch.equal(got.isfinite(), want.isfinite()):
+            return False
+        if half:
+            error, size = ((values.nan_to_num(0, 0, 0)).norm(dim=1) for values in (got - want, want))
+            return bool((error <= 0.1 * size.clamp(min=1e-12)).all())
+        error = (got - want).nan_to_num(0, 0, 0).abs().amax(1)
+        values = want.nan_to_num(0, 0, 0)
+        spread = (values - values.mean(1, keepdim=True)).abs().amax(1).maximum(1e-3 * values.abs().amax(1))
+        return bool((error <= tolerance * spread.clamp(min=1e-12)).all())
+
+
+def _real(values: Tensor) -> Tensor:
+    values = values.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return (values if values.dtype == torch.float64 else values.float()).reshape(len(values), -1)
+
+
+def _is_half(values: Tensor) -> bool:
+    """Return whether values are computed in half precision, by dtype or autocast."""
+    return torch.is_autocast_enabled(values.device.type) or values.dtype in (torch.bfloat16, torch.float16)
+
+
+def _tolerance(values: Tensor) -> float:
+    if values.is_cuda:  # TensorFloat-32
+        return 0.02
+    return 1e-6 if values.dtype in (torch.float64, torch.complex128) else 2e-4
+
+
+# -- runners ---------------------------------------------------------------------------------------------
+
+
+FEW_ROWS = 8
+"""The most rows that gradients are compared for, which takes the memory of a training step."""
+
+
+def difference(
+    network: nn.Module,
+    x: Input,
+    fast: Runner,
+    plain: Runner,
+    *,
+    buffers: bool = False,
+    gradients: bool = False,
+    layer: Callable[[], str] | None = None,
+) -> str:
+    """Describe how `fast` differs from `plain` on an input; return an empty string if they agree.
+
+    Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states as
+    they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of the
+    first layer that differs; it is called if predictions differ. With `gradients=True`, if a member's parameters are
+    trained, the gradients of both must agree as well.
+    """
+    with silent_trial(network, x) as doubt:
+        want = _outcome(network, x, plain, buffers)
+        if trouble := doubt():
+            return trouble
+        try:
+            got = _outcome(network, x, fast, buffers)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            return f"it fails: {(str(error) or type(error).__name__).splitlines()[0]}"
+        if trouble := doubt():
+            return trouble
+        if not alike(got.pop(""), want.pop("")):
+            try:
+                place = layer() if layer is not None else ""
+            except FAILURES:  # as of code that transforms tensors, which nobody can compare layer by layer
+                place = ""
+            return f"{place} gives other values" if place else "it gives other predictions"
+        wrong = [name for name in want if name not in got or not alike(got[name][None], want[name][None])]
+        if wrong:
+            return f"buffer {wrong[0]!r} gets other values"
+        return _difference_of_gradients(network, x, fast, plain) if gradients else ""
+
+
+def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: Runner) -> str:
+    """Return which parameter's gradient differs; it is that of a random mixture of the predictions, for a few rows."""
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    if not trained:
+        return ""
+
+    def of(runner: Runner, x: Input) -> list[Tensor | None]:
+        with unmoved(network, x), torch.enable_grad():
+            predictions = runner(x)
+            if not predictions.requires_grad:
+                return [None] * len(trained)
+            weights = torch.linspace(0.5, 1.5, predictions.numel(), device=predictions.device).view_as(predictions)
+            real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
+            return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
+
+    some = rows(x, torch.arange(FEW_ROWS, device=tensors_in(x)[0].device)) if _has_more(x) else x
+    try:
+        try:
+            want, got = of(plain, some), of(fast, some)
+        except FAILURES:  # of networks that take batches of one size
+            want, got = of(plain, x), of(fast, x)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        return f"its gradients cannot be compared: {(str(error) or type(error).__name__).splitlines()[0]}"
+    half = any(_is_half(one) for one in want if one is not None)
+    steepest = max((_largest(one) for one in want if one is not None), default=0.0)
+    for name, one, other in zip(trained, got, want, strict=True):
+        one, other = (torch.zeros_like(trained[name]) if each is None else each for each in (one, other))
+        same = torch.equal(one.isfinite(), other.isfinite())
+        if not same or _largest(one - other) > (0.1 if half else 1e-2) * steepest:
+            return f"the gradient of {name!r} gets other values"
+    return ""
+
+
+def _has_more(x: Input) -> bool:
+    """Return whether an input has more rows than gradients are compared for."""
+    first = tensors_in(x)[0]
+    return first.dim() > 0 and len(first) > FEW_ROWS
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest absolute value among the finite ones."""
+    return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
+
+
+def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
+    """Return the predictions of a run, under "", and the buffers after it, by name."""
+    with unwritten(network):
+        predictions = runner(x)
+        kept = network.named_buffers() if buffers else ()
+        return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
+
+
+def first_difference(
+    network: nn.Module,
+    quick: Callable[[], Any],
+    plain: Callable[[], Any],
+    part: Callable[[Tensor], Tensor | None],
+) -> str:
+    """Return the first layer whose output, or a `part` of it, differs between two ways to run a network."""
+    wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
+    inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
+    names = [name for name, module in network.named_modules() if name and id(module) not in inside]
+
+    def outputs(run: Callable[[], Any]) -> list[Call]:
+        with recording(network, names) as trace:
+            run()
+        return [call for call in trace.ended if isinstance(call.output, Tensor)]
+
+    for quickly, plainly in zip(outputs(quick), outputs(plain), strict=False):
+        own, want = part(quickly.output.detach()), plainly.output.detach()
+        if own is None or own.shape != want.shape or not alike(own[None], want[None]):
+            return f"layer {quickly.name!r} ({type(quickly.module).__name__})"
+    return ""
+
+
+class Verdicts:
+    """A cache of how runners differ from the plain one, by runner and use (`use_of`).
+
+    Compiled graphs cannot compare anything: they use the last verdict in the same mode.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[tuple[Hashable, tuple[bool, Hashable]], str] = {}
+        self.in_mode: dict[tuple[Hashable, bool], str] = {}
+
+    def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str]) -> str:
+        """Return the cached verdict, or that of `find`; an empty string if the runner may be used."""
+        mode = runner, network.training
+        if torch.compiler.is_compiling():
+            return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find)
+        key = runner, use_of(network, x)
+        return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find)
+
+    def forget(self, runner: Hashable, training: bool) -> None:
+        """Remove the verdicts of a runner in a mode."""
+        self.reasons = {key: r for key, r in self.reasons.items() if key[0] != runner or key[1][0] != training}
+        self.in_mode.pop((runner, training), None)
+
+    @uncompiled
+    def _find(self, mode: tuple[Hashable, bool], network: nn.Module, x: Input, find: Callable[[], str]) -> str:
+        reason = self.reasons[mode[0], use_of(network, x)] = self.in_mode[mode] = find()
+        return reason
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+
+def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Input) -> str:
+    """Describe how the prediction for one input depends on the rest of the batch; return "" if it does not.
+
+    `predict` returns predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, with moved
+    weights and without noise. A single input is first joined by another one.
+    """
+    if len(tensors_in(x)[0]) == 1:
+        x = mapped(_with_another, x)
+    batch = len(tensors_in(x)[0])
+    order = torch.arange(batch - 1, (batch - 1) // 2, -1, device=tensors_in(x)[0].device)
+    with plain_attention(), silent_trial(network, x) as doubt:
+        every = predict(x)
+        try:
+            some = predict(rows(x, order))
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            return f"the network fails for fewer rows ({str(error).splitlines()[0]})"
+        if reason := doubt():
+            return reason
+        if every.dim() > 1 and every.shape[1] == batch and alike(some, every[:, order]):
+            return ""
+    return "the first axis of x is not the batch, or rows affect each other"
+
+
+def _with_another(x: Tensor) -> Tensor:
+    """Append another row to a tensor of one row: random numbers, or the same ids."""
+    if x.shape[:1] != (1,):
+        return x
+    other = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x) if x.is_floating_point() else x
+    return torch.cat([x, other])

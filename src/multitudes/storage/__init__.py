@@ -1,5 +1,0 @@
-"""Networks in files: `save` and `load`, `freeze` draws into plain networks, `to_onnx`.
-
-Imports `core`, `surgery` and `evaluation`, and no methods: each layer defines how it is folded and with which modules
-it shares tensors. Loading never runs code.
-"""

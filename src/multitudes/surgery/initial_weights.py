@@ -1,0 +1,188 @@
+"""The initial weights of a converted network, for all methods.
+
+| `init` | the weights |
+|---|---|
+| `"fresh"` | are drawn anew, by each layer's own rule, for each member |
+| `"pretrained"` | are the network's own |
+| `"heads"` | are the network's own, except the output layers, which are drawn anew for each member |
+
+Frozen parameters always keep their values. With `"fresh"`, networks from a factory are used as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from multitudes.base.checks import check_choice, check_count, check_seed
+from multitudes.networks.calls import Input, initializing
+from multitudes.networks.seeds import State, seeded, torch_states
+from multitudes.networks.stochastic import stochastic_layers
+from multitudes.surgery.initialize import Own, judge, redraw
+from multitudes.surgery.output_layers import output_layers
+from multitudes.surgery.select import Factory, Selector, built, check_model
+
+INITS = ("fresh", "pretrained", "heads")
+
+
+class Start:
+    """The network that a method converts, and the initial weights of the result.
+
+    It checks the arguments that all methods have. A multitude that only draws is converted as its network. Only some
+    methods convert other multitudes (`nested`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Factory,
+        members: int,
+        init: str | None,
+        heads: Selector = None,
+        *,
+        example: Input | None = None,
+        seed: int | None = None,
+        nested: bool = False,
+    ) -> None:
+        check_count("members", members)
+        if init is not None:
+            check_choice("init", init, INITS)
+        if heads is not None and init != "heads":
+            raise ValueError(f"heads={heads!r} needs init='heads', got init={init!r}")
+        check_seed(seed)
+        self._factory = None if isinstance(model, nn.Module) else model
+        self._seed, self._states = seed, list[State]()
+        self._own: dict[str, Own] | None = None
+        self._built = weakref.WeakSet[nn.Module]()
+        self._typed = init is not None
+        self._selected, self._example = heads, example
+        self.mode = init or "fresh"
+        self.fresh = self.mode == "fresh"
+        """True if all weights are new."""
+        self.redraws = self.fresh and self._factory is None
+        """True if the layers' own rules draw all weights; a factory has drawn them already."""
+        with self.seeded():
+            self.given = built(model)
+            """The given network or multitude, or the one that the factory has built."""
+        self.network = check_model(self.given, nested)
+        """The network to convert; it is not changed."""
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Draw random numbers from the seed, after those that building the network has used."""
+        with initializing(), seeded(self._seed):
+            for generator, state in self._states:
+                generator.set_state(state)
+            yield
+            if self._seed is not None:
+                self._states = torch_states(tuple(self.given.parameters()))
+
+    # -- networks ----------------------------------------------------------------------------------------
+
+    def another(self) -> nn.Module:
+        """Return the network for one more member; a factory builds a new one."""
+        if self._factory is None:
+            return self.network
+        given = built(self._factory) if self._built else self.given
+        if given in self._built:
+            raise ValueError("model must build a new network whenever it is called, got the same one twice")
+        self._built.add(given)
+        return check_model(given, nested=True)
+
+    def begin(self, network: nn.Module) -> nn.Module:
+        """Give a copy of the network, of any width, its initial weights, in place."""
+        if self.redraws:
+            return redraw(network, self.own)
+        return redraw(network, only=self.heads) if self.mode == "heads" else network
+
+    def apart(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
+        """Yield the members' networks; raise an error if one equals the first, since they would learn the same.
+
+        Equal networks with stochastic layers are fine: they learn from different draws.
+        """
+        first: nn.Module | None = None
+        for network in networks:
+            if first is None:
+                first = network
+            elif _same(first, network) and not stochastic_layers(network):
+                raise ValueError(self.same(ways_out))
+            yield network
+
+    def same(self, ways_out: str) -> str:
+        """Return the error message for members that would all be one network."""
+        stays = "so all members would be the same network, and stay so, since they learn from the same batches"
+        if self._factory is not None and self.mode != "heads":
+            return f"model builds the same network every time, {stays}: let it draw weights, or {ways_out}"
+        if self.fresh:
+            return f"no rule draws a parameter of model anew, {stays}: pass a function that builds the network instead"
+        return f"init={self.mode!r} keeps the weights, {stays}: {ways_out}"
+
+    # -- weights without a rule --------------------------------------------------------------------------
+
+    @cached_property
+    def heads(self) -> list[str]:
+        """The names of the output layers, which are drawn anew."""
+        return output_layers(self.network, self._selected, self._example)
+
+    @property
+    def own(self) -> dict[str, Own]:
+        """The parameters that do not start by their layers' rules, by name; the first access warns about them."""
+        if self._own is None:
+            self._own = self._judge()
+        return self._own
+
+    def _judge(self) -> dict[str, Own]:
+        with initializing():
+            own, trained = judge(self.network)
+        told = []
+        if trained is not None and not self._typed:
+            told.append(
+                f"model looks trained ({trained}), and its weights were drawn anew: init='heads' keeps all but "
+                "the output layers, and init='fresh' says that new ones are meant"
+            )
+        kept, drawn = ([n for n, how in own.items() if not how.exact and how.kept is kept] for kept in (True, False))
+        parts = [f"{_listed(kept)} stayed as in model, for no layer's own rule draws them so"] if kept else []
+        if drawn:
+            parts.append(f"{_listed(drawn)} were drawn as they look in model, not by their layers' own rules")
+        if parts:
+            way_out = "pass a function that builds the network, lambda: Net(), to initialise all by its code"
+            told.append(f"{', and '.join(parts)}: {way_out}")
+        if told:
+            warnings.warn("; ".join(told), stacklevel=_outside())
+        return own
+
+    def noted(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return notes for the summary, by layer: the method's own, and on parameters that did not start by rules."""
+        texts = {name: [text] for name, text in (notes or {}).items()}
+        if self.mode == "heads":
+            for name in self.heads:
+                texts.setdefault(name, []).append("drawn anew")
+        for name, how in (self.own if self.redraws else {}).items():
+            layer, _, own = name.rpartition(".")
+            texts.setdefault(layer, []).append(f"{own} {'kept' if how.kept else 'drawn as it was'}: {how.reason}")
+        return {name: "; ".join(each) for name, each in texts.items()}
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def _outside() -> int:
+    """Return the stack level, as seen from the caller, of the first frame outside of this library."""
+    package = str(Path(__file__).parents[1])
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,332 @@
+"""Reinitialise a network: each layer and each network by its own rule; frozen tensors keep their values.
+
+A user's constructor may draw weights with another deviation, start gains at zero, or set forget gates to one. Each
+layer's own rule would undo that. So the values of a given network are compared with those that its rules draw:
+constants stay, and draws get the mean and deviation that they had. None of this is needed for a function that builds
+the network.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from multitudes.ensemble.members import Members
+from multitudes.ensemble.multitude import Multitude
+from multitudes.networks.copies import copied
+from multitudes.networks.seeds import seeded
+from multitudes.networks.settings import computing_hooks, holding
+from multitudes.surgery.select import within
+
+RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
+_SAMPLE = 2**16
+"""The maximum number of values of a parameter that are compared."""
+_FEW = 16
+"""A parameter with more repeated values than these is a table, not draws and constants."""
+_POWER_ITERATIONS = 100
+"""Enough for the spectral norm of a new weight to be accurate in evaluation."""
+
+
+@torch.no_grad()
+def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Collection[str] | None = None) -> nn.Module:
+    """Reinitialise a network in place, from torch's random state: all of it, or the modules named by `only`.
+
+    Frozen parameters keep their values. `own` holds parameters, by name, that do not start by their layers' rules.
+    """
+    if isinstance(network, Members):
+        for member in network.network:
+            redraw(member, own, only)
+        return network
+    frozen = [(tensor, tensor.detach().clone()) for tensor in _frozen_tensors(network)]
+    parameters = dict(network.named_parameters())
+    custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
+    _run_rules(network.network if isinstance(network, Multitude) else network, only)
+    for parameter, how, before in custom:
+        how.settle(parameter, before)
+    for tensor, value in frozen:
+        tensor.copy_(value)
+    return network
+
+
+def _frozen_tensors(network: nn.Module) -> list[Tensor]:
+    """Return frozen parameters, and the buffers of modules whose parameters are all frozen."""
+    tensors: dict[int, Tensor] = {id(p): p for p in network.parameters() if not p.requires_grad}
+    for module in network.modules():
+        if not _is_trained(module):
+            tensors |= {id(buffer): buffer for buffer in module.buffers()}
+    return list(tensors.values())
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Return whether a module has a trainable parameter, or no parameters."""
+    parameters = list(module.parameters())
+    return not parameters or any(p.requires_grad for p in parameters)
+
+
+# -- rules -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
+    """Call the initialisers of modules, in place, inner ones first: all modules, or those named and those inside them.
+
+    A module's rule is its `reset_parameters`, its `_reset_parameters`, or an `_init_weights`; if that takes a module,
+    it is called for each module inside. A Hugging Face model initialises its sub-models by their own rules.
+    """
+    modules = dict(network.named_modules())
+    chosen = {id(m) for name, m in modules.items() if only is None or any(within(name, each) for each in only)}
+    nested = {id(inner) for m in modules.values() if is_hugging_face(m) for inner in m.modules() if inner is not m}
+    for module in reversed(modules.values()):
+        if id(module) in chosen:
+            with _plain_weights(module) as plain:
+                for rule in filter(None, (_rule(plain, name, 0) for name in RULES)):
+                    # A rule that fails leaves the rest as it was, as if there were no rule.
+                    with suppress(RuntimeError, AttributeError, TypeError, LookupError):
+                        rule()
+        initialise = _rule(module, "_init_weights", 1)
+        if initialise is None or (is_hugging_face(module) and id(module) in nested):
+            continue
+        with _unmarked(module):
+            _initialise_each(module, initialise, chosen, is_hugging_face(module))
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Return whether a module is a Hugging Face model with its own configuration."""
+    return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
+
+
+def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | None:
+    """Return a module's method, if it requires exactly this many arguments."""
+    method = getattr(module, name, None)
+    if not callable(method):
+        return None
+    try:
+        signature = inspect.signature(method)
+        signature.bind(*[None] * arguments)
+    except (TypeError, ValueError):
+        return None
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in (0, 1)]
+    return method if len(needed) == arguments else None
+
+
+def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: set[int], by_own: bool) -> None:
+    """Call an initialiser for a module and all inside; with `by_own`, sub-models that have one use theirs."""
+    for child in module.children():
+        theirs = _rule(child, "_init_weights", 1) if by_own and is_hugging_face(child) else None
+        _initialise_each(child, theirs or initialise, chosen, by_own)
+    if id(module) in chosen:
+        initialise(module)
+
+
+@contextmanager
+def _unmarked(module: nn.Module) -> Iterator[None]:
+    """Remove Hugging Face's marks on initialised modules for the duration of a `with`."""
+    mark = "_is_hf_initialized"
+    marked = [t for t in [*module.modules(), *module.parameters(), *module.buffers()] if mark in vars(t)]
+    before = [getattr(t, mark) for t in marked]
+    for t in marked:
+        delattr(t, mark)
+    try:
+        yield
+    finally:
+        for t, value in zip(marked, before, strict=True):
+            setattr(t, mark, value)
+
+
+@contextmanager
+def _plain_weights(layer: Any) -> Iterator[Any]:
+    """Yield a layer over the same tensors whose computed weights are plain; then derive the layer's tensors from them.
+
+    Torch computes weights by parametrizations, or by the older hooks. A layer without computed weights is yielded
+    itself.
+    """
+    hooks = computing_hooks(layer)
+    parametrized = list(layer.parametrizations) if parametrize.is_parametrized(layer) else []
+    before = {name: getattr(layer, name).detach() for name in (*parametrized, *hooks)}
+    if not before:
+        yield layer
+        return
+    kind: Any = type(layer).__bases__[0] if parametrized else type(layer)
+    plain = kind.__new__(kind)
+    vars(plain).update({name: value for name, value in vars(layer).items() if name not in before})
+    vars(plain).update(
+        _parameters=layer._parameters | {name: nn.Parameter(value.clone()) for name, value in before.items()},
+        _modules={name: module for name, module in layer._modules.items() if name != "parametrizations"},
+    )
+    yield plain
+    for name, value in before.items():
+        drawn = plain._parameters[name].detach()
+        if not torch.equal(drawn, value):
+            _compute_by_hook(layer, hooks[name], drawn) if name in hooks else _set_parametrized(layer, name, drawn)
+
+
+def _set_parametrized(layer: Any, name: str, value: Tensor) -> None:
+    parametrizations = layer.parametrizations[name]
+    try:
+        setattr(layer, name, value)
+    except (NotImplementedError, RuntimeError):  # without an inverse, use the plain weight as the original
+        original = getattr(parametrizations, "original", None)
+        if original is not None and original.shape == value.shape:
+            original.copy_(value)
+    spectral = [each for each in parametrizations if hasattr(each, "n_power_iterations")]
+    with holding(spectral, "training", True):
+        for _ in range(_POWER_ITERATIONS if spectral else 0):
+            getattr(layer, name)
+
+
+def _compute_by_hook(layer: nn.Module, hook: Any, value: Tensor) -> None:
+    name = getattr(hook, "name", getattr(hook, "_tensor_name", ""))
+    layer.get_parameter(f"{name}_v" if isinstance(hook, WeightNorm) else f"{name}_orig").copy_(value)
+    if isinstance(hook, WeightNorm):
+        layer.get_parameter(f"{name}_g").copy_(torch.norm_except_dim(value, 2, hook.dim))
+    for _ in range(_POWER_ITERATIONS if isinstance(hook, SpectralNorm) else 0):
+        hook.compute_weight(layer, True)
+    hook(layer, ())
+
+
+# -- initialisation by other code --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own:
+    """The initialisation of a parameter that does not start by its layer's rule."""
+
+    reason: str
+    kept: bool = False
+    """True if it keeps its value."""
+    exact: bool = False
+    """True if it starts exactly as its own code initialises it."""
+    constants: tuple[complex, ...] = ()
+    """Values that stay; the others are drawn by the rule, then scaled and shifted."""
+    scale: float = 1.0
+    shift: complex = 0.0
+
+    def settle(self, parameter: Tensor, before: Tensor) -> None:
+        """Correct the values that the layer's rule has drawn, in place."""
+        if self.kept:
+            parameter.copy_(before)
+            return
+        stays = (before == parameter) | _among(before, self.constants)  # the rule sets constants too, such as padding
+        parameter.copy_(torch.where(stays, before, parameter * self.scale + self.shift))
+
+
+@torch.no_grad()
+def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
+    """Compare a network with what its rules make of a copy. Random states are restored.
+
+    Return the parameters, by name, that do not start by their layers' rules, and the reason why the network looks
+    trained, or None. The values of a trained network do not show how they were initialised, so only its rules are used.
+    """
+    if any(parameter.is_meta for parameter in network.parameters()):  # no values to compare
+        return {}, None
+    if isinstance(network, Members):
+        return judge(network._member(0))
+    network = network.network if isinstance(network, Multitude) else network
+    other = copied(network)
+    for parameter in other.parameters():
+        parameter.copy_(_moved(parameter))  # shows which values no rule sets
+    with seeded(0):
+        _run_rules(other)
+    own, pairs = {}, {}
+    for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True):
+        if given.requires_grad and torch.equal(_moved(given), drawn):
+            own[name] = Own("no rule draws it anew", kept=True)
+        elif given.requires_grad:
+            pairs[name] = given.detach(), drawn.detach()
+    trained = _looks_trained(network, pairs)
+    if trained is None:
+        own |= {name: how for name, pair in pairs.items() if (how := _compared(*pair)) is not None}
+    return own, trained
+
+
+def _moved(parameter: Tensor) -> Tensor:
+    """Return values that no rule draws."""
+    return parameter + (0.7310585 if parameter.is_floating_point() or parameter.is_complex() else 1)
+
+
+def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> str | None:
+    for name, module in network.named_modules():
+        if not _is_trained(module):
+            continue
+        source = getattr(getattr(module, "config", None), "_name_or_path", None)
+        if isinstance(source, str) and source:
+            return f"its weights come from {source!r}"
+        mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
+        # A few batches may have run to infer shapes.
+        if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):
+            return f"layer {name!r} has seen data"
+    for name, (given, drawn) in pairs.items():
+        owner = type(network.get_submodule(name.rpartition(".")[0])).__module__
+        if not _constant(given) and _constant(drawn) and not owner.startswith("multitudes."):
+            return f"{name!r} varies, and starts constant"
+    return None
+
+
+def _compared(given: Tensor, drawn: Tensor) -> Own | None:
+    """Return how a given parameter differs from its layer's rule; None if the rule may have drawn it."""
+    if torch.equal(given, drawn):
+        return None
+    if _constant(given):
+        number = given.flatten()[0].item()
+        # A single number drawn by a rule is constant too, but has more digits than one from code.
+        written = given.numel() > 1 or f"{number:.3g}" == f"{number:.7g}"
+        return Own("one constant", kept=True, exact=True) if written else None
+    if _constant(drawn):  # the rule draws a constant, so training changed it
+        return None
+    zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in a table of any size
+    step = given.numel() // _SAMPLE | 1  # odd, to visit all columns
+    given, drawn = given.flatten()[::step], drawn.flatten()[::step]
+    constants = tuple(dict.fromkeys([*_repeated(given, drawn), *([0.0] if zeros else [])]))
+    if len(constants) > _FEW or (stays := _among(given, constants)).all():
+        return Own("constants, no independent draws", kept=True)
+    exact = torch.promote_types(given.dtype, torch.float64)
+    found = _other_distribution(given[~stays].to(exact), drawn[~stays].to(exact))
+    if found is not None:
+        scale, shift = found
+        return Own(f"{scale:.3g} times the deviation of its layer's own", False, False, constants, scale, shift)
+    return Own("some constants, which stay", exact=True, constants=constants) if constants else None
+
+
+def _other_distribution(given: Tensor, drawn: Tensor) -> tuple[float, complex] | None:
+    """Return the scale and the shift from draws to the given mean and deviation, if these clearly differ."""
+    count = len(given)
+    if count < 8:
+        return None
+    scale = (given.std() / drawn.std().clamp(min=1e-30)).item()
+    apart = abs(given.mean() - drawn.mean()) / torch.maximum(given.std(), drawn.std()).clamp(min=1e-30)
+    # At least five standard errors; in large tensors, a fifth more or less is not another rule.
+    if abs(math.log(max(scale, 1e-30))) > max(0.22, 5 / math.sqrt(count)) or (
+        apart.item() > max(0.1, 6 * math.sqrt(2 / count))
+    ):
+        return scale, (given.mean() - scale * drawn.mean()).item()
+    return None
+
+
+def _repeated(given: Tensor, drawn: Tensor) -> list[float]:
+    """Return the values that occur more often than among draws."""
+    if given.is_complex():
+        return []
+    most = int(drawn.unique(return_counts=True)[1].max())
+    values, counts = given.unique(return_counts=True)
+    return [value.item() for value in values[counts >= max(3, 2 * most + 1)]]
+
+
+def _among(tensor: Tensor, constants: Iterable[complex]) -> Tensor:
+    found = torch.zeros_like(tensor, dtype=torch.bool)
+    for constant in constants:
+        found |= tensor == constant
+    return found
+
+
+def _constant(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool((tensor == tensor.flatten()[0]).all())

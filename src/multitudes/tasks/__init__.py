@@ -1,0 +1,101 @@
+"""Tasks: the meaning of predictions, one object for each. Imports `base` and `networks`.
+
+`TASKS` is the registry, and `task_of` the one place that turns a task's name into an object. Other code uses that
+object: how it averages draws, its criterion, its class axis, and the quantities, metrics and calibrations that exist.
+
+To add a task:
+
+1. One file here, with a class that derives from `ClassTask` (logits of classes) or `ValueTask` (numbers) and has a
+   `name`. `criteria` holds its losses, the default first. Override what differs from the base: `_needs` and
+   `check_targets` for the shapes that fit, `_averaged` to average draws, `means_and_variances` (or `by_class` and
+   `own_form`) for the quantities; `metrics`, `scalings`, `scores`, `outputs` and `likelihood` list what applies.
+2. One row in `TASKS`.
+3. One test: a network is trained, predicts, and is evaluated, calibrated and exported, compared with closed forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import nn
+
+from multitudes.networks.calls import InputError
+from multitudes.tasks.classes import Binary, Classification, Multilabel, Tokens
+from multitudes.tasks.criteria import Criterion, is_any, unwrapped
+from multitudes.tasks.gaussian import Gaussian
+from multitudes.tasks.quantiles import Quantiles
+from multitudes.tasks.regression import Regression
+from multitudes.tasks.task import Task
+
+__all__ = ["TASKS", "Criterion", "Task", "criterion_for", "one_of", "task_of", "tasks_of"]
+
+TASKS: dict[str, Task] = {
+    "classification": Classification(),
+    "tokens": Tokens(),
+    "binary": Binary(),
+    "multilabel": Multilabel(),
+    "regression": Regression(),
+    "gaussian": Gaussian(),
+    "quantiles": Quantiles(),
+}
+"""All tasks by name."""
+
+
+def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bool = False) -> Task:
+    """Return the task of a name with those of the settings that it has; the one place that turns names into tasks.
+
+    >>> task_of("tokens", quantiles=None, next_tokens=True)
+    Tokens(next_tokens=True)
+    """
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    task, given = TASKS[name], {"quantiles": quantiles, "next_tokens": next_tokens}
+    return type(task)(**{setting: given[setting] for setting in task.settings})
+
+
+def tasks_of(criterion: Criterion) -> tuple[str, ...]:
+    """Return the tasks that a criterion is for; none if it is unknown."""
+    return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
+
+
+def one_of(tasks: Sequence[str], sign: str = "") -> str:
+    """Format tasks for an error: `'binary' or 'multilabel'`."""
+    return " or ".join(f"{sign}{task!r}" for task in tasks)
+
+
+def criterion_for(task: str | None, criterion: Criterion | None, averages: bool = False) -> Criterion:
+    """Return the training criterion: the task's default, or the given one unless it is for another task.
+
+    A task of None was not chosen: it stands for classification. Averaging several draws (`averages`) depends on the
+    task, so an unknown criterion then needs a chosen task.
+
+    >>> criterion_for("regression", None).__name__
+    'mse_loss'
+    >>> criterion_for(None, F.mse_loss)
+    Traceback (most recent call last):
+    multitudes.networks.calls.InputError: criterion mse_loss is for task 'regression', and the task is ...
+    """
+    chosen = task_of(task or "classification")
+    if criterion is None:
+        return chosen.criterion
+    if not callable(criterion):
+        raise InputError(f"criterion must be a function of (prediction, target), got {criterion!r}")
+    known = tasks_of(criterion)
+    name = getattr(unwrapped(criterion), "__name__", type(criterion).__name__)
+    if known and chosen.name not in known:
+        raise InputError(
+            f"criterion {name} is for task {one_of(known)}, and the task is {chosen.name!r}: "
+            f"pass {one_of(known, 'task=')}"
+        )
+    if is_any(criterion, (F.binary_cross_entropy, nn.BCELoss)):
+        raise InputError(
+            f"criterion {name} takes probabilities, and a network must give logits: "
+            "leave the sigmoid out, and pass nn.BCEWithLogitsLoss()"
+        )
+    if not known and task is None and averages:
+        raise InputError(
+            "task must be given beside a criterion of your own where draws are averaged, since probabilities and "
+            f"values are averaged differently: pass task=, one of {', '.join(TASKS)}"
+        )
+    return criterion

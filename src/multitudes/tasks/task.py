@@ -1,0 +1,237 @@
+"""`Task`: how predictions are averaged, trained, measured, calibrated and exported."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from multitudes.networks.calls import InputError
+from multitudes.tasks.criteria import (
+    Criterion,
+    at_least_float32,
+    setting_of,
+    spread,
+    target_losses,
+    unwrapped,
+    weighted_by_row,
+    weighted_mean,
+)
+
+
+class Task(ABC):
+    """The meaning of predictions `[S, B, ...]`. Immutable; `core.tasks.task_of` makes one from its name and settings.
+
+    A task derives from `ClassTask` or `ValueTask`, sets the attributes below if the defaults do not fit, and overrides
+    the methods that differ.
+    """
+
+    name: ClassVar[str]
+    criteria: ClassVar[tuple[Any, ...]]
+    """Known criteria, functions and classes; the default first."""
+    rank: ClassVar[int] = 3
+    """The minimum rank of predictions `[S, B, ...]`."""
+    form: ClassVar[str] = "[S, B, channels, ...]"
+    """The predictions' shape, for errors."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """The names of its settings: `"quantiles"`, `"next_tokens"`."""
+
+    classes: ClassVar[bool]
+    """True if predictions are logits of classes, not values."""
+    class_axis: ClassVar[int | None] = None
+    """The axis of classes in predictions `[B, ...]`; None if they have none."""
+    quantities: ClassVar[frozenset[str]]
+    """The quantities of a `Predictive` that exist for this task."""
+    outputs: ClassVar[dict[str, str]]
+    """The outputs of an exported file, by name, with their quantities."""
+    metrics: ClassVar[tuple[str, ...]]
+    """The kinds of metrics that apply (`metrics.declare`); the first one parses predictions and targets for all."""
+    scalings: ClassVar[tuple[str | None, ...]] = (None,)
+    """The scalings that can calibrate it (`evaluation.temperature`), the default first."""
+    scores: ClassVar[tuple[str, ...]] = ()
+    """The conformal scores of its sets and intervals (`evaluation.conformal`), the default first."""
+    likelihood: ClassVar[bool] = False
+    """True if a Laplace posterior exists: the default criterion is minus the log-likelihood of a softmax if there is an
+    axis of classes, of a sigmoid for other classes, of a Gaussian for values."""
+    single_logit: ClassVar[bool] = False
+    """True if the two classes, no and yes, share one logit."""
+    several_labels: ClassVar[bool] = False
+    """True if each input has several targets, in dim 1, each with its own classes."""
+    per_value: ClassVar[int] = 1
+    """The number of network outputs per class or value."""
+    tells_noise: ClassVar[bool] = False
+    """True if members predict the noise of values, so that their mixture has a density."""
+    compared: ClassVar[bool] = False
+    """True if the landscape's function-space analyses support such predictions."""
+    ignored: ClassVar[int | None] = None
+    """The target that metrics ignore."""
+    quantiles: Any = None
+    """The levels of quantiles; a setting."""
+    next_tokens: Any = False
+    """True if position t predicts the label at t + 1; a setting."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"  # the same in every process
+
+    # -- predictions and targets ---------------------------------------------------------------------------
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise ValueError unless predictions of this shape, `[S, B, ...]`, fit the task."""
+        if len(shape) < self.rank:
+            need: str | None = f"be {self.form}"
+        else:
+            need = self._needs(shape) if shape[0] else "hold at least one member in dim 0"
+        if need is not None:
+            raise ValueError(f"predictions of task {self.name} must {need}, got shape {list(shape)}")
+
+    def _needs(self, shape: Sequence[int]) -> str | None:
+        """Return the requirement that a shape of sufficient rank does not meet, for an error."""
+        return None
+
+    def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
+        """Raise InputError if aligned targets `[B, ...]` do not fit predictions `[S, B, ...]`.
+
+        With `values`, also check that classes are valid classes or probabilities.
+        """
+        if not isinstance(y, Tensor) or not y.numel():
+            got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise InputError(f"y must be a tensor with at least one target, got {got}")
+
+    def sized(self, shape: Sequence[int]) -> Self:
+        """Return the task with the settings that follow from the shape of predictions."""
+        return self
+
+    def aligned(self, y: Tensor, last: int = -100) -> Tensor:
+        """Return targets `[B, ...]`, each at the position that predicts it, and `last` where there is none."""
+        return y
+
+    def places(self, shape: torch.Size) -> torch.Size:
+        """Return the shape `[B, ...]` of targets for predictions of a shape, `[B, ...]`."""
+        return shape[:1] + shape[2:]
+
+    def shown(self, outputs: Sequence[int]) -> list[int]:
+        """Return the axes of predictions after `[S, B]` to display: those of classes or values."""
+        if self.single_logit or not outputs:
+            return list(outputs[1:])
+        return [outputs[0] // self.per_value, *outputs[1:]]
+
+    def averaged(self, predictions: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Average predictions `[D, B, ...]` into one in the same form, `[B, ...]`.
+
+        Classes: logits whose probabilities are the mean of theirs. Regression, quantiles: their mean. Gaussian: the
+        mean and variance of their mixture. `weights [D]` sum to 1; the default weights are equal.
+
+        >>> from multitudes.tasks import task_of
+        >>> task_of("classification").averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]])).exp()
+        tensor([[0.5000, 0.5000]])
+        >>> task_of("binary").averaged(torch.tensor([[3.0], [-3.0]])).sigmoid()
+        tensor([0.5000])
+        """
+        if len(predictions) == 1:
+            return predictions[0]
+        values = at_least_float32(predictions)
+        if weights is None:
+            weights = torch.full((len(values),), 1 / len(values))
+        return self._averaged(values, weights.to(values).view(-1, *[1] * (values.dim() - 1)))
+
+    @abstractmethod
+    def _averaged(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Average values in float32 or better, with weights `[D, 1, ...]`."""
+
+    # -- losses --------------------------------------------------------------------------------------------
+
+    @property
+    def criterion(self) -> Criterion:
+        """The default criterion."""
+        criterion: Criterion = self.criteria[0]
+        return criterion
+
+    def averages_rows(self, criterion: Criterion) -> bool:
+        """Return whether a criterion is known to be a mean over rows, so that batches can be combined.
+
+        >>> from multitudes.tasks import task_of
+        >>> import torch.nn.functional as F
+        >>> values = task_of("regression")
+        >>> values.averages_rows(F.mse_loss), values.averages_rows(nn.MSELoss(reduction="sum"))
+        (True, False)
+        """
+        weighs_rows = self.class_axis is None and setting_of(criterion, "weight", None) is not None
+        return self._is_own(criterion) and not weighs_rows and setting_of(criterion, "reduction", "mean") == "mean"
+
+    def _is_own(self, criterion: Criterion) -> bool:
+        """Return whether a criterion is itself a known one; a subclass may compute anything."""
+        own = unwrapped(criterion)
+        return (type(own) if isinstance(own, nn.Module) else own) in self.criteria
+
+    def loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Apply a known criterion to a prediction `[B, ...]` and its unaligned targets, integers of any type included.
+
+        With a `weight` for each row, `[B]`, or for each target, in the shape of y, return the mean of the targets'
+        losses times their weights.
+        """
+        with nullcontext() if torch.compiler.is_compiling() else fitting(prediction, y):
+            criterion, prediction, fitted = self._fitted(criterion, prediction, y)
+            if weight is None:
+                return criterion(prediction, fitted)
+            own = self._is_own(criterion) or not isinstance(unwrapped(criterion), nn.Module)
+            mean = weighted_mean if own else weighted_by_row
+            return mean(criterion, prediction, fitted, self._fitted_weight(weight, y, fitted))
+
+    def validation_losses(
+        self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the score of each target, lower is better, and its weight, 0 if ignored, in the same shape.
+
+        By default the score is the loss of the members' joint prediction, `together`.
+        """
+        with fitting(together, y):
+            criterion, prediction, fitted = self._fitted(self.criterion, at_least_float32(together), y)
+            losses, counts = target_losses(criterion, prediction, fitted)
+            return losses, counts * spread(self._fitted_weight(weight, y, fitted), losses)
+
+    def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
+        """Convert a criterion, a prediction and targets to the shapes and dtypes that torch's criteria take."""
+        own = (
+            dict(criterion.named_buffers()) if isinstance(criterion, nn.Module) else getattr(criterion, "keywords", {})
+        )
+        weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        if any(tensor.dtype != prediction.dtype for tensor in weights.values()):
+            dtype = reduce(torch.promote_types, (tensor.dtype for tensor in weights.values()), prediction.dtype)
+            prediction = prediction.to(dtype)
+            if isinstance(criterion, nn.Module):
+                criterion = copy.deepcopy(criterion).to(dtype)
+            else:
+                criterion = partial(criterion, **{name: tensor.to(dtype) for name, tensor in weights.items()})
+        prediction, y = self._placed(prediction, self.aligned(y))
+        if self.class_axis is not None and not y.is_floating_point():
+            return criterion, prediction, y.to(torch.int64)
+        return criterion, prediction, y.to(prediction.dtype) if self.classes or not y.is_floating_point() else y
+
+    def _placed(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return prediction, y
+
+    def _fitted_weight(self, weight: Tensor, y: Tensor, fitted: Tensor) -> Tensor:
+        """Reorder the weights of single targets like the targets."""
+        if weight.dim() == 1 or weight.shape != y.shape:
+            return weight
+        return self.aligned(weight, 0).reshape(fitted.shape if weight.numel() == fitted.numel() else weight.shape)
+
+
+@contextmanager
+def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
+    """Turn torch's errors about targets that do not fit predictions into one sentence."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, InputError):
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if "CUDA error" in str(error):
+            raise
+        what = f"y of shape {list(y.shape)} ({y.dtype})"
+        raise InputError(f"{what} does not fit predictions of shape {list(prediction.shape)}: {error}") from error

@@ -1,0 +1,80 @@
+"""Batch-norm statistics, measured on data, for weights that were never trained, such as averages or draws.
+
+Averaged statistics are not the statistics of averaged weights; a pass in training mode computes these (Izmailov et al.,
+2018).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multitudes.networks.calls import Input, call_with, evaluating, input_errors
+from multitudes.networks.devices import device_in
+from multitudes.networks.settings import holding
+from multitudes.networks.stochastic import expecting
+from multitudes.training.batches import Batches
+
+State = dict[str, Tensor]
+
+_KINDS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def norms(network: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch-norm layers that keep running statistics, by name."""
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _BatchNorm)}
+    return {name: layer for name, layer in layers.items() if isinstance(layer.running_mean, Tensor)}
+
+
+@torch.no_grad()
+def statistics(network: nn.Module, state: State, batches: Batches) -> State:
+    """Return the batch-norm buffers, by name, of a network with the weights of `state`: the mean over the batches.
+
+    Only batch norm is in training mode: dropout is off, stochastic layers return expectations. The network keeps its
+    buffers.
+
+    >>> network = nn.BatchNorm1d(1)
+    >>> statistics(network, {}, Batches(torch.tensor([[1.0], [3.0]])))["running_mean"], network.running_mean
+    (tensor([2.]), tensor([0.]))
+    """
+    layers = norms(network)
+    fresh = {
+        name: {f"{name}.{kind}".lstrip("."): torch.zeros_like(layer.get_buffer(kind)) for kind in _KINDS}
+        for name, layer in layers.items()
+    }
+    buffers = {name: buffer for own in fresh.values() for name, buffer in own.items()}
+    with (
+        evaluating(network),
+        expecting(network),
+        holding(layers.values(), "training", True),
+        holding(layers.values(), "momentum", None),
+    ):
+        for x, _ in batches.on(device_in(network)):
+            _answer(network, state | buffers, x)
+    # The network does not use this layer.
+    used = [own for name, own in fresh.items() if own[f"{name}.num_batches_tracked".lstrip(".")].item()]
+    return {name: buffer for own in used for name, buffer in own.items()}
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
+    """Return the accuracy on `batches` of a network with the tensors of `state`."""
+    right = total = 0
+    with evaluating(network), expecting(network):
+        for x, y in batches.on(device_in(network)):
+            if y is None or y.is_floating_point():
+                raise ValueError(
+                    "accuracy needs classes as targets: pass data=(x, y), or batches of inputs and classes"
+                )
+            labels = _answer(network, state, x).argmax(1)
+            if labels.shape != y.shape:
+                raise ValueError(f"data has classes of shape {list(y.shape)} for answers of shape {list(labels.shape)}")
+            right += int((labels == y).sum())
+            total += y.numel()
+    return right / total
+
+
+def _answer(network: nn.Module, state: State, x: Input) -> Tensor:
+    with input_errors(x):
+        return call_with(network, state, x)

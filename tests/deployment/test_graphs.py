@@ -1,0 +1,144 @@
+"""Which CUDA graphs a deployed network keeps, with calls of the network itself in the place of graphs, on a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.deployment import cuda_graphs as graphs
+from multitudes.deployment.cuda_capture import Recipe
+from multitudes.deployment.engines import Plain, Reference
+from multitudes.deployment.operation_graph import CannotTrace
+from tests.zoo import drawing_cases
+
+
+class StandIn:
+    """What answers as a graph does: with its own number of rows alone, and with the numbers of a seed."""
+
+    nbytes = 0
+
+    def __init__(self, plain: Plain, x: Tensor, draws: int) -> None:
+        self.plain, self.rows, self.draws = plain, len(x), draws
+        self.recipe = Recipe(plain, "", (), [])
+
+    def __call__(self, x: Tensor, rows: int, seed: int | None = None) -> Tensor:
+        assert rows == len(x) <= self.rows
+        padded = x[torch.arange(self.rows) % rows]
+        options = {"draws": self.draws, "seed": seed} if self.draws else {}
+        return self.plain(padded, **options)[:, :rows]
+
+    def size(self) -> str:
+        return str(self.rows)
+
+
+class Done:
+    def record(self) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """How often a graph of so many rows and draws was made."""
+    made: Counter[tuple[int, int]] = Counter()
+
+    def capture(plain: Plain, x: Tensor, batched: Any, pool: Any, like: Any, draws: int) -> StandIn:
+        made[len(x), draws] += 1
+        if len(x) == 13:
+            raise CannotTrace("it is a baker's dozen")
+        return StandIn(plain, x, draws)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    monkeypatch.setattr(torch.cuda, "current_stream", Done)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return made
+
+
+def engine(apart: bool, sizes: tuple[int, ...] = ()) -> tuple[graphs.Graphs, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    x = torch.randn(4, 4)
+    plain = Plain(mt.Multitude(model), None, x)
+    return graphs.Graphs(plain, plain, Reference(plain.net, plain, {}), x, sizes, apart), model
+
+
+def ask(quick: graphs.Graphs, model: nn.Module, rows: int, times: int = 1) -> None:
+    for _ in range(times):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(quick(x)[0], model(x).detach())
+
+
+def kept(quick: graphs.Graphs) -> set[int]:
+    return {graph.rows for graph in quick.graphs.values() if graph is not None}
+
+
+def test_sizes_that_take_turns_do_not_drive_each_other_out(captured: Counter[tuple[int, int]]) -> None:
+    quick, model = engine(apart=False)
+    for _ in range(30):
+        for rows in (4, 5, 6, 7, 8, 9):
+            ask(quick, model, rows)
+    assert captured.total() <= 4 and len(kept(quick)) == 3
+
+
+def test_what_comes_often_takes_the_place_of_what_is_rare(captured: Counter[tuple[int, int]]) -> None:
+    quick, model = engine(apart=False)
+    ask(quick, model, 5, 6)
+    ask(quick, model, 6, 6)
+    assert kept(quick) == {4, 5, 6}
+    ask(quick, model, 7, 2)
+    assert kept(quick) == {5, 6, 7}  # the example's size has never come
+    ask(quick, model, 8, 4)
+    assert kept(quick) == {5, 6, 7}
+    ask(quick, model, 8, 1)
+    assert kept(quick) == {5, 6, 8}
+    assert set(captured.values()) == {1}
+
+
+def test_batches_are_padded_to_powers_of_two_or_sizes_that_were_asked_for(captured: Counter[tuple[int, int]]) -> None:
+    quick, model = engine(apart=True, sizes=(24,))
+    for rows in (1, 3, 4, 17, 20, 24, 900):
+        ask(quick, model, rows, 2)
+    assert set(captured) <= {(4, 0), (24, 0), (1, 0), (512, 0)}
+
+
+def test_what_cannot_be_captured_is_tried_once_and_answered_by_the_network(captured: Counter[tuple[int, int]]) -> None:
+    quick, model = engine(apart=False)
+    ask(quick, model, 13, 5)
+    assert captured[13, 0] == 1 and quick.reasons() == ["it is a baker's dozen"]
+
+
+def test_many_shapes_are_forgotten_again(captured: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_SHAPES", 10)
+    quick, model = engine(apart=False)
+    for rows in range(1, 60):
+        ask(quick, model, rows)
+    ask(quick, model, 13, 2)
+    assert max(len(quick.seen), len(quick.graphs), len(quick.agreed)) <= 12 and 4 in kept(quick)
+
+
+def test_draws_have_graphs_of_their_own_number_and_seed(captured: Counter[tuple[int, int]]) -> None:
+    net = drawing_cases.build("mc_dropout", "mlp").eval()
+    net.draws = 3
+    x = torch.randn(5, 6)
+    plain = Plain(net, None, x)
+    quick = graphs.Graphs(plain, plain, Reference(net, plain, {"draws": 2, "seed": 0}), x, (), False)
+    for options in (
+        {"seed": 1},
+        {"seed": 1, "draws": 4},
+        {"seed": 2, "draws": 4},
+        {"draws": 0},
+        {"seed": 3, "memory": "1GB"},
+    ):
+        torch.testing.assert_close(quick(x, **options), net(x, **options).detach())
+    assert dict(captured) == {(5, 3): 1, (5, 4): 1}

@@ -1,0 +1,163 @@
+"""Functions of torch in exported networks: onnxruntime computes what torch computes, for unusual numbers too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.deployment.engines import Plain
+from multitudes.deployment.onnx_engine import OnnxRuntime
+from multitudes.files.onnx import to_onnx
+from multitudes.files.onnx_decompositions import REWRITTEN
+from tests.files.onnx_functions import RIGHT
+from tests.zoo.of_parts import Of
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+aten: Any = torch.ops.aten
+NUMBERS = torch.tensor(
+    [-100.0, -7.0, -3.0, -2.5, -1.3, -1.0, -0.7, -0.0, 0.0, 1e-30, 0.1, 0.5, 0.7, 1.0, 1.3, 1.5, 2.0, 2.6, 10.0, 88.0]
+)
+"""Multiples that are rounded, zeros of both signs, equal numbers, and those whose exponentials are too large."""
+EVERY, OTHER = NUMBERS.repeat(len(NUMBERS), 1), NUMBERS.repeat(len(NUMBERS), 1).T.contiguous()
+WHOLE = torch.tensor([-7, -6, -1, 0, 1, 5, 6])
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def special(rows: int) -> Tensor:
+    return NUMBERS[torch.randint(len(NUMBERS), (rows, 6), generator=torch.Generator().manual_seed(rows))]
+
+
+REFUSED = (aten.special_log_ndtr.default, aten.special_erfcx.default, aten.scatter_reduce.two)
+ARGUMENTS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    aten.log_sigmoid.default: [((NUMBERS,), {})],
+    aten.logaddexp.default: [((EVERY, OTHER), {}), ((torch.tensor([-torch.inf]), torch.tensor([-torch.inf])), {})],
+    aten.logaddexp2.default: [((EVERY, OTHER), {})],
+    aten.logcumsumexp.default: [((EVERY, 0), {}), ((OTHER, 0), {}), ((EVERY, -1), {})],
+    aten.remainder.Tensor: [((EVERY, OTHER), {}), ((WHOLE, torch.tensor([3])), {}), ((WHOLE, torch.tensor([-4])), {})],
+    aten.remainder.Scalar: [((NUMBERS, 0.7), {}), ((NUMBERS, -0.7), {}), ((WHOLE, -4), {}), ((WHOLE, 0.3), {})],
+    aten.remainder.Scalar_Tensor: [((2.0, NUMBERS), {})],
+    aten.floor_divide.default: [((EVERY, OTHER), {})],
+    aten.floor_divide.Scalar: [((NUMBERS, 0.7), {}), ((WHOLE, 0.3), {})],
+    aten.div.Tensor_mode: [((EVERY, OTHER), {"rounding_mode": "floor"})],
+    aten.div.Scalar_mode: [((NUMBERS, -0.7), {"rounding_mode": "floor"})],
+    aten.signbit.default: [((NUMBERS,), {}), ((WHOLE,), {})],
+    aten.copysign.Tensor: [((EVERY, OTHER), {}), ((WHOLE, WHOLE.flip(0)), {})],
+    aten.copysign.Scalar: [((NUMBERS, -2.0), {})],
+    aten.atan2.default: [((EVERY, OTHER), {}), ((WHOLE, WHOLE.flip(0)), {})],
+    aten.hypot.default: [((EVERY, OTHER), {}), ((1e30 * EVERY, 1e30 * OTHER), {})],
+    aten.fmax.default: [((EVERY, OTHER), {}), ((EVERY.log(), OTHER), {}), ((EVERY, OTHER.log()), {})],
+    aten.fmin.default: [((EVERY, OTHER), {}), ((EVERY.log(), OTHER), {}), ((EVERY, OTHER.log()), {})],
+    aten.kthvalue.default: [((EVERY, 3), {}), ((OTHER + EVERY, 2, 0, True), {})],
+    aten.median.dim: [((EVERY, 1), {}), ((EVERY[:, :7], -1, True), {})],
+    aten.searchsorted.Tensor: [
+        ((torch.tensor([-1.0, 0.0, 0.7, 0.7]), EVERY), {}),
+        ((torch.tensor([-1.0, 0.0, 0.7, 0.7]), EVERY), {"right": True}),
+        ((torch.tensor([[-1.0, 0.7], [0.1, 88.0]]), EVERY[:2]), {"side": "right", "out_int32": True}),
+    ],
+    aten.isin.Tensor_Tensor: [((EVERY, NUMBERS[3:5]), {}), ((EVERY, NUMBERS[3:5]), {"invert": True})],
+    aten.rrelu.default: [((NUMBERS,), {}), ((NUMBERS, 0.2, 0.6), {})],
+    aten.std_mean.correction: [((EVERY + OTHER, [1]), {"correction": 0, "keepdim": True}), ((EVERY, None), {})],
+    aten.std_mean.dim: [((EVERY + OTHER, [1]), {"keepdim": True}), ((OTHER, [0, 1], False), {})],
+    aten.std_mean.default: [((EVERY,), {}), ((OTHER, False), {})],
+    aten.cdist.default: [((X, special(3)), {}), ((X.view(2, 2, 6), special(10).view(2, 5, 6), 1.0), {})],
+    aten.sort.stable: [((EVERY.round(), ), {"stable": True, "dim": 1})],
+    aten.scaled_dot_product_attention.default: [
+        ((X.view(4, 2, 3), X.view(4, 2, 3), X.view(4, 2, 3)), {"is_causal": True}),
+        ((X.view(4, 2, 3), X.view(4, 2, 3), X.view(4, 2, 3), X.view(4, 2, 3)[..., :2] > -9), {"scale": 2.0}),
+    ],
+}  # fmt: skip
+
+
+def test_every_function_that_is_rewritten_is_compared_with_torchs() -> None:
+    assert ARGUMENTS.keys() | set(REFUSED) == REWRITTEN.keys()
+
+
+@pytest.mark.parametrize("operator", ARGUMENTS, ids=str)
+def test_a_rewritten_function_is_torchs(operator: Any) -> None:
+    for args, kwargs in ARGUMENTS[operator]:
+        want, got = operator(*args, **kwargs), REWRITTEN[operator](*args, **kwargs)
+        values = isinstance(want, Tensor) or "std_mean" in str(operator)
+        pairs = zip(want, got, strict=True) if isinstance(want, tuple) else [(want, got)]
+        for one, other in pairs if values else list(pairs)[:1]:  # which of equal numbers is found is left open
+            torch.testing.assert_close(other, one, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+def predictions(path: Path, x: Tensor) -> Tensor:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(["mean"], {"x": x.numpy()})[0])
+
+
+def regression(forward: Callable[[Tensor], Tensor]) -> mt.Multitude:
+    net = mt.Multitude(Of(lambda net, x: forward(x))).eval()
+    net.task = "regression"
+    return net
+
+
+def many(x: Tensor) -> Tensor:
+    """Of which the exporter itself makes other numbers, where they are unusual; and a part that is a graph inside."""
+    y = x.flip(1)
+    found = [F.logsigmoid(x), torch.logaddexp(x, y), torch.logaddexp2(x, y), x.logcumsumexp(1)]
+    found += [x % 0.7, torch.remainder(x, y.abs() + 0.1), x // 0.7, x.clone().remainder_(-1.3)]
+    found += [torch.div(x, y.abs() + 0.1, rounding_mode="floor"), torch.atan2(x, y), torch.signbit(x).float()]
+    found += [x.sort(dim=1, stable=True)[1].float()]
+    found += [F.embedding_bag((x > 0).long(), torch.arange(12.0).view(2, 6))]
+    return torch.cat(found, 1)
+
+
+def test_functions_are_torchs_in_a_file_for_numbers_unlike_the_examples(tmp_path: Path) -> None:
+    path = to_onnx(regression(many), tmp_path / "net.onnx", X)
+    for x in (special(200), special(1)):
+        torch.testing.assert_close(predictions(path, x), many(x), rtol=1e-4, atol=1e-4)
+    assert b".py" not in path.read_bytes()  # the places in the code, of parts of the graph either
+
+
+def test_bounds_of_one_tensor_are_not_confused(tmp_path: Path) -> None:
+    def bounded(x: Tensor) -> Tensor:
+        return torch.cat([x.clamp(-3, 3), x.clamp(-1, 2), x.clamp(-1, 2) * x.clamp(max=1)], 1)
+
+    path = to_onnx(regression(bounded), tmp_path / "net.onnx", X / 10)
+    torch.testing.assert_close(predictions(path, special(9)), bounded(special(9)))
+
+
+def test_shapes_that_the_exporter_infers_are_named_too() -> None:
+    net = mt.deep_ensemble(nn.Sequential(nn.Linear(6, 8), nn.LogSigmoid(), nn.Linear(8, 3)), 2).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(OnnxRuntime(net, X, Plain(net, None, X))(special(9)), net(special(9)))
+
+
+@pytest.mark.parametrize(
+    "forward, told",
+    [
+        (torch.lgamma, "ONNX has no operator for torch's prims.lgamma"),
+        (torch.special.log_ndtr, "ONNX has no operator for torch.special.log_ndtr"),
+        (torch.special.erfcx, "ONNX has no operator for torch.special.erfcx"),
+        (
+            lambda x: x.scatter_reduce(1, torch.arange(6).expand(x.shape[0], -1), x, "mean"),
+            "ONNX has no operator for torch.scatter_reduce with reduce='mean'",
+        ),
+        (lambda x: x * len(x), "its code takes the number of rows for a constant, as len(x) does where x.shape[0]"),
+    ],
+)
+def test_what_onnx_cannot_compute_is_one_sentence(
+    forward: Callable[[Tensor], Tensor], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="the network cannot be exported to ONNX: ") as error:
+        to_onnx(regression(forward), tmp_path / "net.onnx", X.abs())
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_function_is_torchs_at_other_batch_sizes(name: str, tmp_path: Path) -> None:
+    path = to_onnx(regression(RIGHT[name]), tmp_path / "net.onnx", X)
+    for x in (special(200), special(1), torch.zeros(2, 6), torch.tensor([[300.0, -300.0, 1e4, -1e4, 120.0, -120.0]])):
+        torch.testing.assert_close(predictions(path, x), RIGHT[name](x), rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -1,0 +1,376 @@
+"""Low-rank adapters as members of one frozen network."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.lab.study.spec.method_rows import METHODS
+from multitudes.methods.lora.layers import Lora
+from tests.zoo.cases import CLASSES, NETWORKS
+from tests.zoo.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tokens, vit
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def moved(net: Any) -> Any:
+    """Away from the start, at which adapters add nothing."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return net
+
+
+# -- the equation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (7, 5, 6), (7, 2, 5, 6)])
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_an_adapted_layer_is_the_papers_equation(kind: str, shape: tuple[int, ...]) -> None:
+    base: Any = nn.Linear(6, 8) if kind == "linear" else transformers.pytorch_utils.Conv1D(8, 6)
+    layer = moved(Lora(base, 3, rank=2, alpha=5.0))
+    x = torch.randn(shape)
+    tiled = layer(x.repeat(3, *[1] * (x.dim() - 1))).unflatten(0, (3, 7))
+    for i in range(3):
+        want = base(x) + 5 / 2 * (x @ layer.A[i].T) @ layer.B[i].T
+        torch.testing.assert_close(tiled[i], want)
+        torch.testing.assert_close(layer.fold(i)(x), want)
+        assert type(layer.fold(i)) is type(base)
+        layer.member = i
+        torch.testing.assert_close(layer(x), want)
+        layer.member = None
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_adapter_of_a_convolution_is_two_convolutions(groups: int) -> None:
+    base = nn.Conv2d(4, 6, 3, padding=1, stride=2, groups=groups)
+    layer = moved(Lora(base, 2, rank=2, alpha=2.0))
+    x = torch.randn(5, 4, 8, 8)
+    tiled = layer(x.repeat(2, 1, 1, 1)).unflatten(0, (2, 5))
+    for i in range(2):
+        weight = (layer.B[i] @ layer.A[i]).view(base.weight.shape)
+        want = base(x) + F.conv2d(x, weight, None, 2, 1, 1, groups)
+        torch.testing.assert_close(tiled[i], want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.fold(i)(x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_start_as_pefts_do_and_members_differ() -> None:
+    net = mt.lora(nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 5)), 4, rank=8, seed=0)
+    layer = net.get_submodule("0")
+    assert layer.A.shape == (4, 8, 400) and layer.B.shape == (4, 300, 8)
+    assert not layer.B.any()
+    bound = 1 / 400**0.5
+    assert float(layer.A.detach().abs().max()) <= bound and layer.A.detach().abs().max() > 0.99 * bound
+    torch.testing.assert_close(layer.A.std(), torch.tensor(bound / 3**0.5), rtol=0.03, atol=0)
+    x = torch.randn(5, 400)
+    predictions = net(x)
+    assert all(not torch.allclose(predictions[i], predictions[j]) for i in range(4) for j in range(i))
+
+
+def test_what_is_trained_is_adapters_and_heads_alone() -> None:
+    net = mt.lora(bert(), 3, rank=2)
+    trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == {"A", "B", "weights", "biases"}
+    assert {name for name in trained if not name.endswith((".A", ".B"))} == {"classifier.weights", "classifier.biases"}
+    adapted = {name for name, module in net.network.named_modules() if isinstance(module, Lora)}
+    linear = {name for name, module in bert().named_modules() if isinstance(module, nn.Linear)}
+    assert adapted == linear - {"classifier"}
+    base = dict(bert().named_parameters())
+    held = {name.replace(".layer.weight", ".weight"): p for name, p in net.named_parameters()}
+    assert torch.equal(held["bert.encoder.layer.0.attention.self.query.weight"], base[
+        "bert.encoder.layer.0.attention.self.query.weight"
+    ])  # fmt: skip
+    count = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    sizes = [sum(base[f"{name}.weight"].shape) for name in adapted]
+    assert count == 3 * (2 * sum(sizes) + 3 * 16 + 3)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("model", [bert, vit, gpt2, *FAMILIES])
+def test_members_of_a_transformer_predict_and_learn_as_each_alone(model: Callable[[], nn.Module]) -> None:
+    x: Any = torch.randn(6, 3, 16, 16) if model in (vit, swin) else tokens(6)
+    net = moved(mt.lora(model(), 3, rank=2, alpha=4, seed=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.check(net, x)
+        net.train()(x)
+    one = x[:1] if isinstance(x, Tensor) else {key: value[:1] for key, value in x.items()}
+    torch.testing.assert_close(net.eval()(one), net(x)[:, :1], rtol=1e-4, atol=1e-5)
+    for i in range(3):
+        member = net.member(i)
+        assert {type(module) for module in member.modules()} == {type(module) for module in model().modules()}
+        answer = member(x) if isinstance(x, Tensor) else member(**x)
+        torch.testing.assert_close(answer.logits, net(x)[i], rtol=1e-4, atol=1e-5)
+
+
+def test_what_comes_before_the_first_adapted_layer_runs_once() -> None:
+    x = tokens(6)
+    net = mt.lora(bert(), 4, rank=2, layers=lambda name, _: "layer.1." in name, seed=0).train()
+    for batch in (x, {key: value[:1] for key, value in x.items()}):
+        assert rows_through(net, "bert.encoder.layer.0", batch) == len(batch["input_ids"])
+    for batch in (x, {key: value[:1] for key, value in x.items()}):  # more than a quarter of it comes before
+        assert rows_through(net.eval(), "bert.encoder.layer.0", batch) == len(batch["input_ids"])
+
+
+def test_attention_is_adapted_as_a_whole() -> None:
+    case = NETWORKS["transformer"]
+    net, (x, _) = moved(mt.lora(case.model(), 3, rank=2, seed=0)), case.batch(6)
+    assert {module.several for module in net.network.modules() if isinstance(module, Lora)} == {False, True}
+    mt.check(net, x)
+    whole, base = net.network.encoder.self_attn, case.model().encoder.self_attn
+    added = whole.in_proj_weight_B[1] @ whole.in_proj_weight_A[1]
+    torch.testing.assert_close(net.member(1).encoder.self_attn.in_proj_weight, base.in_proj_weight + added)
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+def test_each_member_learns_exactly_as_it_would_alone() -> None:
+    net = moved(mt.lora(mlp(), 4, rank=2, alpha=3, seed=0)).train()
+    alone = [mt.lora(mlp(), 1, rank=2, alpha=3) for _ in range(4)]
+    for i, other in enumerate(alone):
+        own = dict(net.named_parameters())
+        with torch.no_grad():
+            for name, parameter in other.named_parameters():
+                parameter.copy_(own[name][i : i + 1] if parameter.requires_grad else own[name])
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    optimizers = [torch.optim.Adam([p for p in n.parameters() if p.requires_grad], 0.01) for n in (net, *alone)]
+    for _ in range(5):
+        for one, optimizer in zip((net, *alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            one.loss(x, y).backward()
+            one.clip_grad_norm_(0.1)
+            optimizer.step()
+    assert net.independent
+    for i, other in enumerate(alone):
+        torch.testing.assert_close(net(x)[i], other(x)[0])
+        plain = [nn.utils.clip_grad_norm_([p], 1e9) for p in other.parameters() if p.grad is not None]
+        assert all(norm > 0 for norm in plain)
+
+
+def test_the_gradient_of_an_adapter_is_that_of_the_equation() -> None:
+    net = moved(mt.lora(mlp(), 3, rank=2, alpha=3, seed=0)).train()
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    net.loss(x, y).backward()
+    first, second, head = (net.get_submodule(name) for name in ("0", "2", "4"))
+    for i in range(3):
+        own = [t.detach()[i].clone().requires_grad_() for t in (first.A, first.B, second.A, second.B)]
+        h = torch.tanh(F.linear(x, first.layer.weight + 1.5 * own[1] @ own[0], first.layer.bias))
+        h = torch.tanh(F.linear(h, second.layer.weight + 1.5 * own[3] @ own[2], second.layer.bias))
+        loss = F.cross_entropy(F.linear(h, head.weights[i].detach(), head.biases[i].detach()), y)
+        for gradient, parameter in zip(
+            torch.autograd.grad(loss, own), (first.A, first.B, second.A, second.B), strict=True
+        ):
+            torch.testing.assert_close(parameter.grad[i], gradient)
+
+
+def test_the_loss_falls_and_the_base_stays() -> None:
+    net = mt.lora(mlp(), 3, rank=2, seed=0).train()
+    base = {name: p.detach().clone() for name, p in net.named_parameters() if not p.requires_grad}
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    mt.fit(net, [(x, y)], epochs=100, lr=0.03, optimizer="adam")
+    assert net.loss(x, y).item() / 3 < 0.5
+    now = dict(net.named_parameters())
+    assert all(torch.equal(now[name], value) for name, value in base.items())
+
+
+def test_dropout_is_of_what_adapters_see_in_training() -> None:
+    layer = moved(Lora(nn.Linear(6, 8), 2, rank=2, alpha=2.0, dropout=0.5))
+    x = torch.randn(4, 6).repeat(2, 1)
+    still = layer.eval()(x)
+    torch.manual_seed(0)
+    means = torch.stack([layer.train()(x) for _ in range(4000)])
+    error = 6 * means.std(0) / 4000**0.5
+    assert bool(((means.mean(0) - still).abs() <= error + 1e-6).all())
+    assert means.std(0).max() > 0
+
+
+def test_half_precision_bases_have_adapters_in_float32() -> None:
+    net = mt.lora(mlp().to(torch.bfloat16), 2, rank=2, seed=0)
+    assert net.get_submodule("0").A.dtype == torch.float32
+    assert net(torch.randn(5, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moved(mt.lora(mlp(), 2, rank=2)).train()(torch.randn(5, 4)).shape == (2, 5, 3)
+
+
+# -- output layers -----------------------------------------------------------------------------------------
+
+
+def test_a_language_model_keeps_its_output_layer() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).eval()
+    net, x = mt.lora(model, 2, rank=2, seed=0).eval(), tokens(3)
+    for prediction in net(x):  # adapters add nothing yet
+        torch.testing.assert_close(prediction, model(**x).logits, rtol=1e-4, atol=1e-5)
+    moved(net)
+    assert not torch.allclose(net(x)[0], net(x)[1])
+    mt.check(net, x)
+    assert net.network.lm_head.weight is net.network.transformer.wte.weight
+
+
+def test_heads_can_be_shared_kept_or_selected() -> None:
+    model, x = mlp(), torch.randn(5, 4)
+    shared = mt.lora(model, 2, rank=2, heads=[])
+    torch.testing.assert_close(shared(x), model(x).expand(2, -1, -1))
+    kept = mt.lora(model, 2, rank=2, init="pretrained")
+    torch.testing.assert_close(kept(x), model(x).expand(2, -1, -1))
+    assert kept.get_submodule("4").weights.requires_grad
+    two = mt.lora(model, 2, rank=2, heads=["2", "4"])
+    assert two.get_submodule("2").weights.shape == (2, 10, 12)
+    fresh = mt.lora(model, 2, rank=2, init="fresh", seed=0)
+    assert not torch.allclose(fresh.get_submodule("0").layer.weight, model[0].weight)
+
+
+# -- with the rest of the library --------------------------------------------------------------------------
+
+
+def test_composes_with_dropout_that_stays_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, CLASSES))
+    net = moved(mt.lora(mt.mc_dropout(model), 3, rank=2, seed=0)).eval()
+    x = torch.randn(6, 4)
+    drawn = net(x, draws=200, seed=0).unflatten(0, (3, 200)).detach()
+    torch.testing.assert_close(net(x, draws=200, seed=0).unflatten(0, (3, 200)), drawn)
+    for i in range(3):
+        alone = net.member(i).eval()(x, draws=400, seed=1).detach()
+        error = (drawn[i].var(0) / 200 + alone.var(0) / 400).sqrt()
+        assert bool(((drawn[i].mean(0) - alone.mean(0)).abs() < 6 * error).all())
+    mt.check(net, x)
+    assert mt.freeze(net, 2, seed=0)(x).shape == (6, 6, CLASSES)
+
+
+def test_is_saved_loaded_copied_calibrated_and_evaluated(tmp_path: Path) -> None:
+    x, y = torch.randn(64, 4), torch.randint(3, (64,))
+    net = moved(mt.lora(mlp(), 3, rank=2, alpha=5, seed=0)).eval()
+    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"))
+    assert torch.equal(loaded(x), net(x)) and torch.equal(copy.deepcopy(net)(x), net(x))
+    assert type(loaded) is type(net) and loaded.independent
+    assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in net.parameters()]
+    calibrated = mt.calibrate(net, [(x, y)])
+    assert 0 <= mt.evaluate(calibrated, [(x, y)])["accuracy"] <= 1
+    text = moved(mt.lora(bert(), 2, rank=2, seed=0)).eval()
+    again = mt.load(mt.save(text, tmp_path / "bert.safetensors"), bert())
+    assert torch.equal(again(tokens(4)), text(tokens(4)))
+
+
+@pytest.mark.slow
+def test_is_exported(tmp_path: Path) -> None:
+    mt.to_onnx(moved(mt.lora(mlp(), 3, rank=2, seed=0)), tmp_path / "net.onnx", torch.randn(5, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["mlp", "transformer"])
+def test_compiled_agrees_with_eager(network: str) -> None:
+    torch.compiler.reset()
+    case = NETWORKS[network]
+    net, (x, _) = moved(mt.lora(case.model(), 3, rank=2, seed=0)), case.batch(6)
+    for training in (True, False):
+        want = net.train(training)(x)
+        quick = torch.compile(copy.deepcopy(net), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(quick(x), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    x, y = tokens(4), torch.tensor([0, 1, 2, 1])
+    gradients = []
+    for again in (False, True):
+        net = moved(mt.lora(bert(), 3, rank=2, seed=0)).train()
+        if again:
+            net.network.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        net.loss(x, y).backward()
+        gradients.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_adapters_and_leaves_the_model_and_torchs_state_alone() -> None:
+    model = mlp()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    one, same, other = (mt.lora(model, 3, rank=2, seed=seed).get_submodule("0").A for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_named() -> None:
+    model = mlp()
+    for rank in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match="rank must be a whole number, 1 or more"):
+            mt.lora(model, 2, rank=rank)
+    with pytest.raises(
+        ValueError,
+        match=r"rank=5 must be at most 4, the smaller side of layer '0' \(Linear\), which has 4",
+    ):
+        mt.lora(model, 2, rank=5)
+    with pytest.raises(ValueError, match="alpha must be above 0, got 0"):
+        mt.lora(model, 2, rank=2, alpha=0)
+    with pytest.raises(ValueError, match="dropout must be 0 or more and below 1, got 1"):
+        mt.lora(model, 2, rank=2, dropout=1)
+    with pytest.raises(ValueError, match="members must be a whole number"):
+        mt.lora(model, 0, rank=2)
+    with pytest.raises(ValueError, match="layers: no layer is named 'fc9'"):
+        mt.lora(model, 2, rank=2, layers=["fc9"])
+    with pytest.raises(ValueError, match=r"layers=\['4'\] selects output layers alone"):
+        mt.lora(model, 2, rank=2, layers=["4"])
+    frozen = mlp().requires_grad_(False)
+    with pytest.raises(ValueError, match="heads: '4' must have weights that are trained, and all are frozen"):
+        mt.lora(frozen, 2, rank=2)
+    assert mt.lora(frozen, 2, rank=2, heads=[]).independent
+    convolutional = NETWORKS["separable"].model()
+    with pytest.raises(ValueError, match=r"has no linear layer or convolution beside its output layer; it has .*Batch"):
+        mt.lora(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), 2, rank=2, example=torch.randn(4, 6))
+    net = mt.lora(convolutional, 2, rank=1, seed=0)  # without linear layers, convolutions are adapted
+    mt.check(moved(net), NETWORKS["separable"].batch(4)[0])
+
+
+def test_layers_that_share_a_weight_are_refused() -> None:
+    model = mlp()
+    tied = nn.Sequential(model[0], nn.Linear(12, 4), nn.Linear(4, 12), nn.Linear(12, 3))
+    tied[2].weight = nn.Parameter(tied[1].weight.detach().T.clone())
+    tied.add_module("again", nn.Linear(3, 3))
+    tied.add_module("last", nn.Linear(3, 3))
+    tied.again.weight = tied.last.weight
+    with pytest.raises(ValueError, match="share a weight"):
+        mt.lora(tied, 2, rank=2, layers=["again"], heads=[])
+
+
+def test_quantised_layers_are_no_linear_layers_that_are_known() -> None:
+    class Quantised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.round(), self.bias)
+
+    with pytest.raises(ValueError, match="layer '0' is a Quantised, which this method cannot convert"):
+        mt.lora(nn.Sequential(Quantised(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)), 2, rank=2, layers=["0"], heads=["2"])
+
+
+def test_in_a_study_adapters_learn_ten_times_faster_unless_a_rate_is_set() -> None:
+    row = METHODS["lora"]
+    given = {"lr": 5e-5, "epochs": 3}
+    assert row.train(mt.Multitude(mlp()), given, row.complete()) == {"lr": pytest.approx(5e-4), "epochs": 3}
+    assert row.train(mt.Multitude(mlp()), given, row.complete({"lr": 1e-3}))["lr"] == 1e-3
+    assert given["lr"] == 5e-5

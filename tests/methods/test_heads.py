@@ -1,0 +1,355 @@
+"""Many heads on one trunk."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.surgery.own_layers import Own, OwnBlock
+from tests.zoo.cases import CLASSES, NETWORKS
+from tests.zoo.of_parts import Of
+from tests.zoo.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tokens, vit
+
+
+def moved(net: Any) -> Any:
+    """Away from any special start."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+@pytest.mark.parametrize("network", list(NETWORKS))
+def test_the_trunk_is_kept_and_each_head_drawn_anew(network: str) -> None:
+    model, (x, _) = NETWORKS[network].model(), NETWORKS[network].batch(5)
+    net = mt.heads(model, 4, example=x, seed=0).eval()
+    (name,) = [name for name, module in net.network.named_modules() if isinstance(module, Own)]
+    own = model.get_submodule(name)
+    kept = {key: value for key, value in net.state_dict().items() if not key.startswith(f"{name}.")}
+    for key, value in model.state_dict().items():
+        assert key.startswith(f"{name}.") or torch.equal(kept[key], value)
+    weights = net.network.get_submodule(name).weights.detach()
+    assert weights.shape == (4, *own.weight.shape)
+    for i in range(4):
+        assert not torch.allclose(weights[i], own.weight)
+        assert all(not torch.allclose(weights[i], weights[j]) for j in range(i))
+    if network == "hugging_face":  # its own rule
+        assert 0.5 < float(weights.std()) / model.model.config.initializer_range < 2
+    else:
+        bound = 1 / own.weight[0].numel() ** 0.5  # of torch's own rule
+        assert bool((weights.abs() <= bound).all()) and float(weights.abs().max()) > 0.8 * bound
+    mt.check(moved(net), x)
+
+
+def test_each_head_is_the_layer_on_what_the_trunk_gives() -> None:
+    trunk, head = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
+    net = mt.heads(nn.Sequential(trunk, head), 5, seed=0)
+    x = torch.randn(7, 4)
+    own = net.get_submodule("1")
+    want = torch.stack([F.linear(trunk(x), own.weights[i], own.biases[i]) for i in range(5)])
+    torch.testing.assert_close(net(x), want)
+    torch.testing.assert_close(net.eval()(x[:1]), want[:, :1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("model", [bert, vit, gpt2, *FAMILIES])
+def test_the_trunk_of_a_hugging_face_model_runs_once(model: Callable[[], nn.Module], training: bool) -> None:
+    net = mt.heads(model(), 8, seed=0).train(training)
+    x: Any = torch.randn(6, 3, 16, 16) if model in (vit, swin) else tokens(6)
+    for batch in (x, x[:1] if isinstance(x, Tensor) else {key: value[:1] for key, value in x.items()}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(batch)
+        rows = len(batch) if isinstance(batch, Tensor) else len(batch["input_ids"])
+        assert rows_through(net, net.network.base_model_prefix, batch) == rows
+    mt.check(moved(net), x)
+
+
+# -- whole blocks ------------------------------------------------------------------------------------------
+
+
+def test_everything_that_runs_from_a_layer_on_is_each_members_own() -> None:
+    case = NETWORKS["resnet"]
+    x, _ = case.batch(6)
+    net = mt.heads(case.model(), 3, from_layer="layer4", seed=0)
+    kinds = {name: type(m) for name, m in net.network.named_modules() if isinstance(m, (Own, OwnBlock))}
+    assert kinds == {"layer4": OwnBlock, "fc": Own}
+    for training in (True, False):
+        net.train(training)(x)
+        assert rows_through(net, "layer3", x) == 6
+    mt.check(moved(net), x)
+    by_layers = mt.heads(case.model(), 3, layers=["layer4", "fc"], seed=0)
+    torch.testing.assert_close(by_layers.eval()(x), mt.heads(case.model(), 3, from_layer="layer4", seed=0).eval()(x))
+
+
+def test_a_batch_norm_in_a_block_has_each_members_own_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2))
+    net = mt.heads(model, 3, layers=["1", "2"], seed=0).train()
+    x = torch.randn(9, 4)
+    alone = [net.member(i).train() for i in range(3)]
+    for _ in range(2):
+        predictions = net(x)
+        for i, member in enumerate(alone):
+            torch.testing.assert_close(predictions[i], member(x))
+    norm = net.get_submodule("1")
+    assert norm.get_buffer("1_running_mean").shape == (3, 6)
+    for i, member in enumerate(alone):
+        torch.testing.assert_close(norm.get_buffer("1_running_mean")[i], member[1][1].running_mean)
+        torch.testing.assert_close(net.member(i)[1][1].running_var, member[1][1].running_var)
+        assert int(norm.get_buffer("1_num_batches_tracked")[i]) == 2
+
+
+def test_members_that_run_one_after_the_other_keep_their_statistics_apart() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        net.seen = net.head(net.body(x))  # what each member would have to write for itself
+        return net.seen - net.seen[:1]
+
+    head = nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2))
+    model = Of(run, body=nn.Linear(4, 6), head=head)
+    net = mt.heads(model, 3, layers=["head"], seed=0).train()
+    x = torch.randn(9, 4)
+    alone = [net.member(i).train() for i in range(3)]
+    with pytest.warns(UserWarning, match="one after the other"):
+        predictions = net(x)
+    for i, member in enumerate(alone):
+        torch.testing.assert_close(predictions[i], member(x))
+        torch.testing.assert_close(net.member(i).head[1].running_mean, member.head[1].running_mean)
+
+
+def test_a_block_with_attention_and_a_mask_of_its_rows() -> None:
+    x = tokens(6)
+    net = mt.heads(bert(), 3, from_layer="bert.encoder.layer.1", example=x, seed=0)
+    names = {name for name, module in net.network.named_modules() if isinstance(module, (Own, OwnBlock))}
+    assert names == {"bert.encoder.layer.1", "bert.pooler", "classifier"}
+    assert rows_through(net.eval(), "bert.encoder.layer.0", x) == 6
+    assert rows_through(net.train(), "bert.encoder.layer.0", x) == 6
+    mt.check(moved(net), x)
+    same = {"input_ids": x["input_ids"][:3], "attention_mask": torch.ones(3, 3, dtype=torch.int64)}
+    same["input_ids"] = same["input_ids"][:, :3]  # as many rows as positions
+    predictions = net.eval()(same)
+    for i in range(3):
+        torch.testing.assert_close(predictions[i], net.member(i)(**same).logits, rtol=1e-4, atol=1e-5)
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_on_a_frozen_trunk_each_member_learns_exactly_as_it_would_alone(blocks: bool) -> None:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), head if blocks else nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    net = mt.heads(model, 4, layers=["2"], seed=0).train()
+    alone = [net.member(i).train() for i in range(4)]
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    together = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.5, momentum=0.9)
+    apart = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.5, momentum=0.9) for m in alone]
+    for _ in range(5):
+        together.zero_grad()
+        net.loss(x, y).backward()
+        norms = net.clip_grad_norm_(0.05)
+        for i, (member, optimizer) in enumerate(zip(alone, apart, strict=True)):
+            optimizer.zero_grad()
+            F.cross_entropy(member(x), y).backward()
+            own = nn.utils.clip_grad_norm_(member.parameters(), 0.05)
+            torch.testing.assert_close(norms[i], own)
+            optimizer.step()
+        together.step()
+    for i, member in enumerate(alone):
+        for one, other in zip(net.member(i).parameters(), member.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+    assert net.independent
+    mt.check(net, x)
+
+
+def test_on_a_trunk_that_is_trained_the_loss_is_the_mean() -> None:
+    net = mt.heads(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), 4, seed=0)
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    want = torch.stack([F.cross_entropy(net.member(i)(x), y) for i in range(4)]).mean()
+    torch.testing.assert_close(net.loss(x, y), want)
+    assert not net.independent and net.clip_grad_norm_(1.0).dim() == 0
+
+
+def test_frozen_parameters_stay_frozen_in_every_member() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
+    model[1][0].requires_grad_(False)
+    net = mt.heads(model, 3, layers=["1"], seed=0)
+    for i in range(3):
+        member = net.member(i)
+        assert torch.equal(member[1][0].weight, model[1][0].weight)
+        assert [p.requires_grad for p in member.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_fresh_draws_the_trunk_as_well_and_pretrained_is_the_network_itself() -> None:
+    model, (x, _) = NETWORKS["cnn"].model(), NETWORKS["cnn"].batch(5)
+    fresh = mt.heads(model, 2, init="fresh", seed=0)
+    assert not torch.allclose(fresh.network.conv1.weight, model.conv1.weight)
+    one = mt.heads(model, 1, init="pretrained")
+    torch.testing.assert_close(one.eval()(x)[0], model(x))
+    with pytest.raises(ValueError, match=r"init='pretrained' keeps the weights, so all members would be the same"):
+        mt.heads(model, 2, init="pretrained")
+
+
+# -- with the rest of the library --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_composes_with_dropout_that_stays_on(where: str) -> None:
+    parts = [nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 16), nn.Linear(16, CLASSES)]
+    if where == "after":
+        parts = [nn.Linear(4, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 16), nn.Dropout(0.5)), nn.Linear(16, CLASSES)]
+    model = nn.Sequential(*parts)
+    net = mt.heads(mt.mc_dropout(model), 3, layers=["4"] if where == "before" else ["2", "3"], seed=0).eval()
+    x = torch.randn(6, 4)
+    drawn = net(x, draws=200, seed=0).unflatten(0, (3, 200))
+    assert not torch.allclose(drawn[:, 0], drawn[:, 1])
+    torch.testing.assert_close(net(x, draws=200, seed=0).unflatten(0, (3, 200)), drawn)
+    for i in range(3):
+        alone = net.member(i).eval()(x, draws=400, seed=1)
+        error = (drawn[i].var(0) / 200 + alone.var(0) / 400).sqrt()
+        assert bool(((drawn[i].mean(0) - alone.mean(0)).abs() < 6 * error).all())
+        assert bool((drawn[i].std(0) < 1.5 * alone.std(0)).all())
+    # members have noise of their own
+    others = torch.corrcoef(drawn[:2, :, 0, 0].detach())[0, 1]
+    assert abs(float(others)) < 0.35
+    mt.check(net, x)
+
+
+def of_a_cnn(whole: bool) -> mt.Multitude:
+    case = NETWORKS["cnn"]
+    options: dict[str, Any] = {"from_layer": "conv2", "example": case.batch(6)[0]} if whole else {}
+    return moved(mt.heads(case.model(), 3, seed=0, **options)).eval()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_is_saved_loaded_copied_and_frozen(whole: bool, tmp_path: Path) -> None:
+    case = NETWORKS["cnn"]
+    net, (x, _) = of_a_cnn(whole), case.batch(6)
+    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"), case.model(seed=3))
+    assert torch.equal(loaded(x), net(x))
+    assert isinstance(loaded, mt.Multitude) and loaded.own_losses
+    assert torch.equal(copy.deepcopy(net)(x), net(x))
+    frozen = mt.freeze(mt.heads(mt.mc_dropout(nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2))), 2), 2)
+    assert frozen.eval()(torch.randn(5, 4)).shape == (4, 5, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+def test_is_exported(whole: bool, tmp_path: Path) -> None:
+    mt.to_onnx(of_a_cnn(whole), tmp_path / "net.onnx", NETWORKS["cnn"].batch(6)[0])
+
+
+def test_a_saved_block_of_the_users_own_class_is_loaded_with_their_network(tmp_path: Path) -> None:
+    net = moved(mt.heads(vit(), 3, from_layer="vit.layers.1", example=torch.randn(2, 3, 16, 16), seed=0)).eval()
+    x = torch.randn(5, 3, 16, 16)
+    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"), vit())
+    assert torch.equal(loaded(x), net(x))
+
+
+@pytest.mark.slow
+def test_compiled_agrees_with_eager() -> None:
+    torch.compiler.reset()
+    case = NETWORKS["cnn"]
+    net, (x, _) = mt.heads(case.model(), 3, seed=0), case.batch(6)
+    for training in (True, False):
+        want = net.train(training)(x)
+        quick = torch.compile(copy.deepcopy(net), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(quick(x), want, rtol=1e-4, atol=1e-5)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_named() -> None:
+    model = NETWORKS["cnn"].model()
+    x = NETWORKS["cnn"].batch(2)[0]
+    with pytest.raises(ValueError, match="from_layer: no layer is named 'fc9'; there are: conv1, conv2, fc1, fc2"):
+        mt.heads(model, from_layer="fc9")
+    with pytest.raises(ValueError, match=r"layers=\['fc2'\] and from_layer='fc1' say the same"):
+        mt.heads(model, layers=["fc2"], from_layer="fc1")
+    with pytest.raises(ValueError, match="layers: no layer is named 'fc9'"):
+        mt.heads(model, layers=["fc9"])
+    with pytest.raises(ValueError, match="members must be a whole number"):
+        mt.heads(model, 0)
+    with pytest.raises(ValueError, match="init must be one of"):
+        mt.heads(model, init="random")
+    unused = Of(lambda net, x: net.body(x), body=nn.Linear(4, 2), other=nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="from_layer='other' never runs"):
+        mt.heads(unused, from_layer="other", example=torch.randn(2, 4))
+    frozen = NETWORKS["cnn"].model().requires_grad_(False)
+    with pytest.raises(ValueError, match="layers: 'fc2' must have weights that are trained, and all are frozen"):
+        mt.heads(frozen, example=x)
+    with pytest.raises(ValueError, match="from_layer='fc1': 'fc1', 'fc2' must have weights that are trained"):
+        mt.heads(frozen, from_layer="fc1", example=x)
+    twice = Of(
+        lambda net, x: net.body(net.head(net.body(x))), body=nn.Linear(4, 4), head=nn.Linear(4, 4)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="layer 'body' runs before from_layer='head' and after, so it is shared"):
+        mt.heads(twice, from_layer="head", example=torch.randn(2, 4))
+    with pytest.raises(ValueError, match="a multitude of members already"):
+        mt.heads(mt.deep_ensemble(nn.Linear(3, 2), 2))
+
+
+def test_a_language_models_output_layer_is_its_embedding_and_refused() -> None:
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    with pytest.raises(ValueError, match="layers: 'lm_head' would be drawn anew, and with it 'weight' of layer"):
+        mt.heads(transformers.GPT2LMHeadModel(config), 2)
+
+
+def test_a_zero_head_that_no_rule_draws_is_refused() -> None:
+    class Zero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    with pytest.raises(ValueError, match="no rule draws '1' anew, so all members would be the same network"):
+        mt.heads(nn.Sequential(nn.Linear(4, 4), Zero()), 2)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer keeps a list of its weights beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gru, self.fc = nn.Linear(4, 6), nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.gru(self.embed(x))[0][:, -1])
+
+
+def test_a_member_with_a_recurrent_layer_of_its_own_is_taken_out_after_a_step() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5, 4), torch.randint(3, (6,))
+    net = mt.heads(Recurrent(), 3, from_layer="gru", example=x, seed=0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net.train().loss(x, y).backward()
+    optimizer.step()
+    for index in range(3):
+        torch.testing.assert_close(net.member(index).eval()(x), net.eval()(x)[index])
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(4, 3, 1)], ids=["linear", "convolution"])
+def test_hooks_of_an_output_layer_see_each_member(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda module, args, y: 2 * y)
+    x = torch.randn(5, 4) if isinstance(layer, nn.Linear) else torch.randn(5, 4, 6)
+    net = mt.heads(nn.Sequential(nn.Identity(), layer), 2, layers=["1"], seed=0).eval()
+    for index in range(2):
+        weight, bias = net.network[1].weights[index], net.network[1].biases[index]
+        plain = F.linear(x, weight, bias) if isinstance(layer, nn.Linear) else F.conv1d(x, weight, bias)
+        torch.testing.assert_close(net(x)[index], 2 * plain)
+        torch.testing.assert_close(net.member(index)(x), 2 * plain)

@@ -1,0 +1,322 @@
+"""What holds for every metric: in batches, collections and processes, copied and saved."""
+
+import ast
+import copy
+import inspect
+import math
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat
+
+from multitudes import metrics
+from multitudes.metrics.declare import METRICS
+from multitudes.tasks.predictive import Predictive
+from tests.metrics.declared_cases import (
+    CASES,
+    DATA,
+    DECLARED,
+    HALVES,
+    OF_FORECASTS,
+    OF_ROWS,
+    C,
+    N,
+    P,
+    S,
+    Y,
+    numbers,
+    same,
+    table,
+)
+from tests.metrics.forecast_cases import heads
+from tests.metrics.metric_cases import classes, logits, orders
+from tests.zoo.predictions import raises
+
+
+def test_every_metric_is_in_the_table_and_says_which_of_two_values_is_better():
+    public = {name: getattr(metrics, name) for name in metrics.__all__}
+    found = {name for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, Metric)}
+    assert found == {*CASES} | {each.class_name for each in METRICS.values() if each.kind.name not in DATA}
+    assert all("higher_is_better" in vars(type(case.make())) for case in CASES.values())
+
+
+@table(CASES)
+def test_there_are_numbers_to_compare(case):
+    assert any(map(math.isfinite, numbers(case.result())))
+
+
+# Batches, copies, processes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 7, N])
+@table(DECLARED)
+def test_batches_of_any_size_give_what_one_call_of_the_function_gives(case, batch):
+    metric, whole = case.make(), case.function(*case.data(slice(None)))
+    for _ in range(2):
+        for start in range(0, N, batch):
+            case.feed(metric, slice(start, start + batch))
+        same(metric.compute(), whole)
+        metric.reset()
+
+
+@table({name: case for name, case in DECLARED.items() if name not in ("Consistency", "CrossEntropyConsistency")})
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, N), st.integers(1, 4))
+def test_the_order_of_samples_and_members_does_not_matter(case, seed, n, s):
+    members, samples = orders(s, n, seed)
+    if case.data is DATA["regression"]:
+        p, *rest = heads(s, n, 1, seed)
+    else:
+        p, *rest = Predictive(logits(s, n, C, seed=seed).double()), classes(C, n, seed=seed)
+    if case.data is DATA["attacks"]:
+        p, rest = p.probs, [p.probs.flip(0), *rest]
+        mixed = p[samples]
+    else:
+        mixed = Predictive(p.predictions[members][:, samples], p.task)
+    before, after = case.function(p, *rest), case.function(mixed, *(part[samples] for part in rest))
+    if "members" in case.declaration.shape and before.ndim == 2:
+        before = before[members][:, members]
+    same(before, after)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda metric: pickle.loads(pickle.dumps(metric)),
+    "clone": lambda metric: metric.clone(),
+    "to": lambda metric: metric.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@table(CASES)
+def test_copies_have_seen_what_the_metric_saw_and_go_on(case, copied):
+    twin = copied(case.fed(HALVES[0]))
+    case.feed(twin, HALVES[1])
+    same(twin.compute(), case.result())
+    same(pickle.loads(pickle.dumps(twin.compute())), case.result())
+
+
+@table(CASES)
+def test_a_metric_is_saved_only_where_it_is_asked_to_and_goes_on_where_it_stopped(case):
+    metric = case.fed(HALVES[0])
+    assert not metric.state_dict()
+    metric.persistent(True)
+    other = case.make()
+    other.load_state_dict(metric.state_dict())
+    case.feed(other, HALVES[1])
+    same(other.compute(), case.result())
+
+
+def state(metric):
+    return metric.sums if hasattr(metric, "sums") else dim_zero_cat(metric.values)
+
+
+@table(CASES)
+def test_two_processes_together_say_what_one_says_that_saw_all(case):
+    other = case.fed(HALVES[1])
+    here = case.make(dist_sync_fn=lambda own, group: [own, state(other)], distributed_available_fn=lambda: True)
+    case.feed(here, HALVES[0])
+    same(here.compute(), case.result())
+    assert torch.equal(state(here), state(case.fed(HALVES[0])))  # and afterwards each has its own again
+
+
+@table(CASES)
+def test_calling_a_metric_gives_the_batchs_result_and_keeps_the_total(case):
+    metric = case.make()
+    for half in HALVES:
+        same(metric(*case.data(half)), case.fed(half).compute())
+    same(metric.compute(), case.result())
+
+
+@pytest.mark.parametrize("cases", [OF_ROWS, OF_FORECASTS], ids=["rows", "forecasts"])
+def test_metrics_in_a_collection_say_what_each_says_alone(cases):
+    collection = MetricCollection({name: case.make() for name, case in cases.items()})
+    data = next(iter(cases.values())).data
+    for half in HALVES:
+        collection.update(*data(half))
+    together, twin = collection.compute(), collection.clone()
+    collection.reset()
+    batch = collection(*data(HALVES[0]))
+    for name, case in cases.items():
+        same(together[name], case.result())
+        same(twin.compute()[name], together[name])
+        same(batch[name], case.fed(HALVES[0]).compute())
+
+
+def test_metrics_that_are_equal_after_one_batch_stay_two():
+    p = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+    collection = MetricCollection(
+        {
+            "accuracy": metrics.Accuracy(),
+            "error": metrics.EnsembleError(),
+            "top 1": metrics.TopKAccuracy(1),
+            "top 2": metrics.TopKAccuracy(2),
+            "without 2": metrics.Accuracy(ignore=2),
+        }
+    )
+    collection.update(p, torch.tensor([0, 2]))  # accuracy and error are both 1/2
+    collection.update(p, torch.tensor([0, 1]))
+    found = {name: float(value) for name, value in collection.compute().items()}
+    assert found == {"accuracy": 3 / 4, "error": 1 / 4, "top 1": 3 / 4, "top 2": 3 / 4, "without 2": 1.0}
+
+
+# Settings ---------------------------------------------------------------------------------------------------
+
+OF_UPDATES = {
+    "ignore": (None, 0), "k": (1, 2), "bins": (5, 10), "classes": (3, 4), "members": (2, 3), "level": (0.5, 0.9),
+    "noise_precision": (None, 2.0), "scale": (1.0, 2.0), "levels": (3, 9), "uncertainty": ("entropy", "energy"),
+    "uncertainties": (["entropy"], ["energy"]),
+}  # fmt: skip
+OF_RESULTS = {"min_count", "coverage", "positive", "recall"}  # what a result is made with, when all was seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_that_look_at_other_things_can_be_told_apart(name):
+    kind = getattr(metrics, name)
+    parameters = inspect.signature(kind).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - OF_RESULTS
+    if name == "AdaptiveECE":
+        options.remove("bins")
+    required = {p.name: OF_UPDATES[p.name][0] for p in parameters if p.default is p.empty and p.name in options}
+    for option in options & OF_UPDATES.keys():
+        one, other = (kind(**required | {option: value}) for value in OF_UPDATES[option])
+        assert not MetricCollection._equal_metric_states(one, other), option
+    assert MetricCollection._equal_metric_states(kind(**required), kind(**required))
+
+
+# Rows -----------------------------------------------------------------------------------------------------
+
+
+@table(OF_ROWS)
+def test_rows_are_read_once_for_several_metrics_and_each_ignores_its_own_label(case):
+    rows = metrics.read_rows(P, Y)
+    metric, without = case.make(), case.make(ignore=2)
+    metric.update(rows)
+    without.update(rows)
+    same(case.function(rows), case.function(P, Y))
+    same(metric.compute(), case.function(P, Y))
+    same(without.compute(), case.function(P[Y != 2], Y[Y != 2]))
+    with pytest.raises(ValueError, match="target must be left out"):
+        metric.update(rows, Y)
+
+
+@pytest.mark.parametrize("ignore", [None, 255, -100, 2])
+@table(OF_ROWS)
+def test_each_pixel_of_a_dense_prediction_is_a_row_and_ignored_ones_do_not_count(case, ignore):
+    z, y = logits(S, 2, C, 3, 5).double(), classes(C, 2, 3, 5)
+    if ignore is not None:
+        y[0, 1], y[1, 2, 3] = ignore, ignore
+    kept = torch.ones(30, dtype=torch.bool) if ignore is None else y.flatten() != ignore
+    flat, labels = Predictive(z.movedim(2, -1).flatten(1, 3))[kept], y.flatten()[kept]
+    expected = case.function(flat, labels)
+    same(case.function(Predictive(z), y, ignore=ignore), expected)
+    metric = case.make(ignore=ignore)
+    metric.update(Predictive(z), y)
+    same(metric.compute(), expected)
+
+
+OF_MEMBERS = {
+    *("AmbiguityNLL", "Disagreement", "EnsembleJS", "ErrorCorrelation", "JSDivergence", "KLDivergence", "MemberError"),
+    *("NormalisedDisagreement", "PairwiseDisagreement", "PairwiseJS", "PairwiseKL", "QStatistic"),
+}
+
+
+@table(OF_ROWS)
+def test_of_members_the_mean_probabilities_count_unless_a_metric_looks_at_each(case):
+    metric, p = case.make(), Predictive(P.predictions.double())
+    try:
+        plain = case.function(p.probs, Y)
+    except ValueError as error:
+        sentence = (
+            f"prediction must be a Predictive, since {case.declaration.name} looks at each member, got only probab"
+        )
+        assert str(error).startswith(sentence)
+        with pytest.raises(ValueError, match=sentence):
+            metric.update(P.probs, Y)
+        assert (metric.sums == 0).all()
+    else:
+        assert case.declaration.class_name not in OF_MEMBERS
+        same(plain, case.function(p, Y))
+
+
+@table(OF_ROWS)
+def test_classes_are_needed_but_by_those_that_use_none(case):
+    if case.declaration.kind.name != "targetless":
+        for ask in (case.function, case.make().update):
+            with pytest.raises(ValueError, match="target must be an integer tensor"):
+                ask(P)
+        return
+    metric = case.make()
+    metric.update(P)
+    same(metric.compute(), case.function(P))
+    same(case.function(P), case.function(P, Y))
+    for ask in (partial(case.function, ignore=255), case.make(ignore=255).update):
+        with raises("target must be given where ignore=255 leaves rows out, got None"):
+            ask(P)
+
+
+@table({name: case for name, case in DECLARED.items() if case.declaration.kept})
+def test_metrics_that_rank_keep_a_few_numbers_of_each_row(case):
+    metric = case.make()
+    metric.update(Predictive(torch.randn(3, 7, 100, requires_grad=True)), classes(100, 7))
+    expected = ((7, case.declaration.kept), torch.float32, False)
+    assert [(part.shape, part.dtype, part.requires_grad) for part in metric.values] == [expected]
+
+
+# All ------------------------------------------------------------------------------------------------------
+
+
+def nothing(result):
+    """Whether a result says that there was nothing: NaN, or counts of 0."""
+    result = torch.stack(list(result)) if isinstance(result, tuple) else result
+    return bool(result.isnan().all() if result.is_floating_point() else (result == 0).all())
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@table({n: c for n, c in DECLARED.items() if not isinstance(c.result(), (metrics.Reliability, metrics.RiskCoverage,
+                                                                        metrics.QuantileCalibration))})  # fmt: skip
+def test_there_is_no_answer_about_nothing(case):
+    assert nothing(case.make().compute())
+    assert nothing(case.function(*case.data(slice(0, 0))))
+    if case.declaration.class_name in OF_ROWS:
+        assert nothing(case.function(P, torch.full_like(Y, 9), ignore=9))
+
+
+@table(OF_ROWS | OF_FORECASTS)
+def test_gradients_are_left_alone(case):
+    p, y = case.data(slice(None))
+    z = p.predictions.clone().requires_grad_()
+    own = Predictive(z, p.task)
+    metric = case.make()
+    metric.update(own, y)
+    for result in (metric.compute(), case.function(own, y)):
+        parts = [result] if isinstance(result, torch.Tensor) else [*result] if isinstance(result, tuple) else []
+        assert not any(part.requires_grad for part in parts)
+    (own.log_probs if p.task == "classification" else own.mean).sum().backward()
+    assert z.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@table(OF_ROWS | OF_FORECASTS)
+def test_half_precision_is_computed_in_full(case, dtype):
+    p, y = case.data(slice(None))
+    y = y.to(dtype) if y.is_floating_point() else y
+    coarse = p.to(dtype)
+    tolerance = {"rel": 1e-5, "abs": 1e-7} if p.task == "classification" else {"rel": 0, "abs": 0}
+    same(case.function(coarse, y), case.function(coarse.to(torch.float64), y), **tolerance)
+
+
+def test_metrics_import_torch_and_torchmetrics_alone():
+    for path in Path(metrics.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for package in (name.partition(".")[0] for name in names):
+                assert package in sys.stdlib_module_names or package in ("torch", "torchmetrics", "multitudes"), path

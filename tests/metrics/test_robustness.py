@@ -1,0 +1,216 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import multitudes as mt
+from multitudes import metrics, shift
+from multitudes.tasks.predictive import Predictive
+from tests.metrics.metric_cases import changed, classes, logits, orders, text_consistency
+
+# Sequences ------------------------------------------------------------------------------------------------
+
+
+def text_cec(p):
+    """Eq. 38."""
+    total = 0.0
+    for t in range(len(p) - 1):
+        for b in range(p.shape[1]):
+            total -= sum(f * math.log(g) for f, g in zip(p[t, b], p[t + 1, b], strict=True))
+    return total / ((len(p) - 1) * p.shape[1])
+
+
+SEQUENCE = {
+    "consistency": (metrics.consistency, metrics.Consistency, lambda p: text_consistency(p.argmax(2))),
+    "cross-entropy": (metrics.cross_entropy_consistency, metrics.CrossEntropyConsistency, text_cec),
+}
+
+
+@pytest.fixture(params=SEQUENCE.values(), ids=SEQUENCE)
+def measure(request):
+    return request.param
+
+
+@pytest.mark.parametrize("shape", [(9, 4, 3), (2, 1, 3), (5, 6, 2)])
+def test_sequences_are_measured_as_printed(measure, shape):
+    function, _, textbook = measure
+    p = logits(*shape).softmax(2)
+    result = function(p)
+    assert result.dtype == torch.float64 and result.shape == ()
+    assert float(result) == pytest.approx(textbook(p.double().numpy()), rel=1e-6)
+
+
+def test_a_sequence_may_come_in_any_form(measure):
+    function, streaming, textbook = measure
+    z = logits(3, 9, 4, 5)  # three members, nine frames of four inputs
+    p = z.double().softmax(3).mean(0)
+    expected = pytest.approx(textbook(p.numpy()), rel=1e-5)
+    frames = [Predictive(z[:, t]) for t in range(9)]
+    assert float(function(frames)) == expected
+    assert float(function(frame for frame in frames)) == expected
+    assert float(function(p)) == float(function(list(p))) == expected
+    one = pytest.approx(textbook(p[:, :1].numpy()), rel=1e-5)
+    assert float(function(p[:, 0])) == one  # [T, C]
+    assert float(function(Predictive(z[:, :, 0]))) == one  # T inputs
+    metric = streaming()
+    for b in range(4):
+        metric.update(Predictive(z[:, :, b]))
+    assert float(metric.compute()) == expected
+
+
+def test_pixels_are_sequences_of_their_own(measure):
+    function, _, textbook = measure
+    z = logits(6, 2, 3, 4, 5)  # [T, B, C, H, W]
+    expected = pytest.approx(textbook(z.double().softmax(2).movedim(2, -1).reshape(6, -1, 3).numpy()), rel=1e-6)
+    assert float(function(z.softmax(2))) == expected
+    assert float(function([Predictive(frame[None]) for frame in z])) == expected
+    stream = z[:, 0]
+    one = pytest.approx(textbook(stream.double().softmax(1).movedim(1, -1).reshape(6, -1, 3).numpy()), rel=1e-5)
+    assert float(function(Predictive(stream[None]))) == one
+
+
+def test_each_step_counts_the_same_in_sequences_of_different_lengths():
+    steady, wavering = torch.eye(2)[[0, 0, 0]], torch.eye(2)[[0, 1]]
+    metric = metrics.Consistency()
+    metric.update(steady)
+    metric.update(wavering)
+    assert float(metric.compute()) == pytest.approx(2 / 3)
+
+
+def test_a_sequence_that_does_not_move_has_its_entropy_as_cross_entropy():
+    p = torch.tensor([0.5, 0.25, 0.25]).expand(4, 3)
+    assert metrics.consistency(p) == 1
+    assert float(metrics.cross_entropy_consistency(p)) == pytest.approx(1.5 * math.log(2))
+
+
+def test_probabilities_of_0_and_1():
+    sure = torch.eye(3)[[0, 0, 1]]
+    assert metrics.consistency(sure) == 0.5
+    assert metrics.cross_entropy_consistency(sure[:2]) == 0
+    assert metrics.cross_entropy_consistency(sure) == math.inf
+    far = Predictive(torch.tensor([[[0.0, -300.0], [-300.0, 0.0]]]))  # underflows, but is not impossible
+    assert float(metrics.cross_entropy_consistency(far)) == pytest.approx(300)
+
+
+def test_of_equally_probable_classes_the_first_counts():
+    assert metrics.consistency(torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.5, 0.5], [0.4, 0.6]])) == pytest.approx(2 / 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 8), st.integers(1, 6), st.integers(1, 3), st.integers(1, 6))
+def test_sequences_stream_and_neither_their_order_nor_that_of_members_matters(seed, t, b, s, batch):
+    z = logits(s, t, b, 3, seed=seed)
+    members, sequences = orders(s, b, seed)
+    for function, streaming, _ in SEQUENCE.values():
+        whole = function([Predictive(z[:, i]) for i in range(t)])
+        shuffled = function([Predictive(z[members][:, i, sequences]) for i in range(t)])
+        assert float(shuffled) == pytest.approx(float(whole), rel=1e-5)
+        metric = streaming()
+        for part in z.split(batch, 2):
+            metric.update([Predictive(part[:, i]) for i in range(t)])
+        assert float(metric.compute()) == pytest.approx(float(whole), rel=1e-6)
+
+
+P = logits(4, 2, 3).softmax(2)
+
+
+BAD_FRAMES = {
+    "one": (P[:1], "frames must be 2 or more, to compare each with the next, got 1"),
+    "one row": (P[:1, 0], "frames must be 2 or more, .* got 1"),
+    "one input": (Predictive(logits(3, 1, 4)), "frames must be 2 or more, .* got 1"),
+    "none": ([], "frames must be 2 or more, .* got 0"),
+    "nan": (
+        changed(P, math.nan, 2, 1, 0),
+        r"frames\[2\]: prediction must hold probabilities .* got nan at index \[1, 0\]",
+    ),
+    "logits": (list(logits(4, 2, 3)), r"frames\[0\]: prediction must hold probabilities within 0 and 1"),
+    "stream": (changed(P, math.nan, 2, 1, 0)[:, 1], r"prediction must hold probabilities .* got nan at index \[2, 0\]"),
+    "unlike": (
+        [P[0], P[1], P[2, :1]],
+        r"frames must be alike, got .*rows=1.* in frames\[2\] after .*rows=2.* in frames\[1\]",
+    ),
+    "number": (3, "frames must be a Predictive, probabilities, or several of them, got int"),
+    "rows": (metrics.read_rows(P[0], classes(3, 2)), "frames must be .* got Rows"),
+    "numbers": ([1, 2], r"frames\[0\]: prediction must be a Predictive or a floating-point tensor"),
+    "regression": (Predictive(logits(2, 5), "regression"), "prediction must be of task classification"),
+}
+
+
+@pytest.mark.parametrize("frames, message", BAD_FRAMES.values(), ids=BAD_FRAMES)
+def test_bad_frames_are_named(measure, frames, message):
+    function, streaming, _ = measure
+    with pytest.raises(ValueError, match=message):
+        function(frames)
+    metric = streaming()
+    with pytest.raises(ValueError, match=message):
+        metric.update(frames)
+    assert (metric.sums == 0).all()
+
+
+# Relative confidence --------------------------------------------------------------------------------------
+
+
+def text_relative_confidence(p, y):
+    return np.mean([row[label] / max(row) for row, label in zip(p, y, strict=True)])
+
+
+def test_relative_confidence_is_as_printed():
+    z, y = logits(3, 40, 4), classes(4, 40)
+    p = Predictive(z)
+    expected = text_relative_confidence(z.double().softmax(2).mean(0).numpy(), y)
+    assert float(metrics.relative_confidence(p, y)) == pytest.approx(expected, rel=1e-6)
+    assert float(metrics.relative_confidence(p.probs, y)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_relative_confidence_is_1_for_right_predictions_and_0_for_impossible_classes():
+    p = logits(40, 4).softmax(1)
+    assert metrics.relative_confidence(p, p.argmax(1)) == 1
+    assert metrics.relative_confidence(torch.eye(3), torch.tensor([1, 2, 0])) == 0
+    assert metrics.relative_confidence(torch.tensor([[0.5, 0.5]]), torch.tensor([1])) == 1  # a tie is no error here
+
+
+# Attacks --------------------------------------------------------------------------------------------------
+
+
+def test_the_success_rate_of_an_attack_is_the_share_of_right_predictions_that_it_made_wrong():
+    clean, attacked, y = logits(50, 3).softmax(1), logits(50, 3, seed=5).softmax(1), classes(3, 50)
+    fooled = [
+        int(attacked[n].argmax() != y[n]) for n in range(50) if clean[n].argmax() == y[n]
+    ]  # by hand, over those that were right
+    assert 0 < np.mean(fooled) < 1
+    assert float(metrics.attack_success_rate(clean, attacked, y)) == pytest.approx(np.mean(fooled))
+    kept = y != 2
+    without = metrics.attack_success_rate(clean[kept], attacked[kept], y[kept])
+    assert metrics.attack_success_rate(clean, attacked, y, ignore=2) == without
+
+
+def test_it_is_the_success_rate_that_the_attack_itself_tells():
+    torch.manual_seed(0)
+    net = mt.deep_ensemble(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), members=3)
+    x, y = torch.rand(60, 1, 4, 4), classes(3, 60)
+    attack = shift.fgsm(net, x, y, 0.1)
+    rate = metrics.attack_success_rate(net.predict(x), net.predict(attack.images), y)
+    assert 0 < rate < 1
+    assert float(rate) == pytest.approx(float(attack.success_rate[-1]), rel=1e-6)
+
+
+def test_nothing_can_be_said_of_an_attack_on_what_was_wrong_already():
+    p = torch.eye(3)
+    assert metrics.attack_success_rate(p, p, torch.tensor([1, 2, 0])).isnan()
+    assert metrics.attack_success_rate(p, p, torch.tensor([0, 1, 2])) == 0
+    assert metrics.attack_success_rate(p, p.roll(1, 0), torch.tensor([0, 1, 2])) == 1
+
+
+def test_both_predictions_of_an_attack_must_be_of_the_same_inputs():
+    p, y = torch.eye(3), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match=r"target must have the prediction's shape without classes, \[2\], got \[3\]"):
+        metrics.attack_success_rate(p, p[:2], y)
+    with pytest.raises(ValueError, match=r"got nan at index \[1, 1\]"):
+        metrics.attack_success_rate(p, p.clone().fill_diagonal_(math.nan).index_fill(0, torch.tensor([0]), 1 / 3), y)
+    rows = metrics.read_rows(p, y), metrics.read_rows(p, y.flip(0))
+    with pytest.raises(ValueError, match="attacked must be of the inputs of clean, with the same targets"):
+        metrics.attack_success_rate(*rows)

@@ -1,0 +1,330 @@
+"""Weights of rows and classes: the loss is the mean of the targets' losses times their weights, whatever the task."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import log_loss
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor, nn
+
+import multitudes as mt
+from multitudes.tasks.gaussian import beta_nll
+from multitudes.training.fit import fit
+
+G = torch.Generator().manual_seed(0)
+X = torch.randn(12, 8, generator=G)
+WEIGHT = torch.rand(12, generator=G) * 3
+CLASSES = torch.randint(3, (12,), generator=G)
+VALUES = torch.randn(12, 2, generator=G)
+YES = torch.randint(2, (12, 1), generator=G)
+
+
+class Focal(nn.Module):
+    """A criterion of a user's own: a mean over rows."""
+
+    def forward(self, prediction: Tensor, y: Tensor) -> Tensor:
+        log_prob = F.log_softmax(prediction, 1).gather(1, y[:, None])[:, 0]
+        return -((1 - log_prob.exp()) ** 2 * log_prob).mean()
+
+
+class Doubled(nn.CrossEntropyLoss):
+    """A known criterion with a forward of its own."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return 2 * F.cross_entropy(input, target)
+
+
+CASES = {
+    "classes": ("classification", 3, CLASSES, None),
+    "probabilities": ("classification", 3, torch.rand(12, 3, generator=G).softmax(1), None),
+    "smoothed": ("classification", 3, CLASSES, nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "margin": ("classification", 3, CLASSES, nn.MultiMarginLoss()),
+    "own": ("classification", 3, CLASSES, Focal()),
+    "subclass": ("classification", 3, CLASSES, Doubled()),
+    "binary": ("binary", 1, YES, None),
+    "binary without channel": ("binary", 1, YES[:, 0], None),
+    "multilabel": ("multilabel", 2, torch.randint(2, (12, 2), generator=G), None),
+    "positives": ("multilabel", 2, VALUES.sigmoid(), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0, 3.0]))),
+    "soft margin": ("multilabel", 2, torch.randint(2, (12, 2), generator=G), nn.MultiLabelSoftMarginLoss()),
+    "regression": ("regression", 2, VALUES, None),
+    "huber": ("regression", 2, VALUES, nn.HuberLoss(delta=0.5)),
+    "huber by function": ("regression", 2, VALUES, partial(F.huber_loss, delta=0.5)),
+    "gaussian": ("gaussian", 4, VALUES, None),
+    "beta": ("gaussian", 4, VALUES, partial(beta_nll, beta=0.7)),
+    "quantiles": ("quantiles", 5, VALUES[:, 0], None),
+}
+
+
+def brute(net: mt.Multitude, index: int, y: Tensor, criterion, weight: Tensor) -> Tensor:
+    """The mean over rows of a member's loss of each row alone, times its weight."""
+    alone = mt.Multitude(net.member(index))
+    alone.task = net.task
+    rows = [weight[i] * alone.loss(X[i : i + 1], y[i : i + 1], criterion) for i in range(len(y))]
+    return torch.stack(rows).sum() / len(y)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", ["network", "deep ensemble", "batch ensemble"])
+def test_the_loss_is_the_mean_of_the_rows_losses_times_their_weights(case, method):
+    task, outputs, y, criterion = CASES[case]
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, outputs))
+    net = {
+        "network": lambda: mt.Multitude(model),
+        "deep ensemble": lambda: mt.deep_ensemble(model, 3, seed=0),
+        "batch ensemble": lambda: mt.batch_ensemble(model, 3, seed=0),
+    }[method]()
+    net.task = task
+    each = torch.stack([brute(net, i, y, criterion, WEIGHT) for i in range(net.members)])
+    want = each.mean() if method == "batch ensemble" else each.sum()
+    torch.testing.assert_close(net.loss(X, y, criterion, weight=WEIGHT), want)
+    torch.testing.assert_close(net.loss(X, y, criterion, weight=torch.ones(12)), net.loss(X, y, criterion))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_numbers_count_as_rows_that_are_repeated(case):
+    task, outputs, y, criterion = CASES[case]
+    torch.manual_seed(1)
+    net = mt.Multitude(nn.Linear(8, outputs))
+    net.task = task
+    counts = torch.tensor([0, 3, 1, 2, 1, 1, 0, 2, 5, 1, 1, 1])
+    rows = torch.arange(12).repeat_interleave(counts)
+    weighted = net.loss(X, y, criterion, weight=counts.float())
+    repeated = net.loss(X[rows], y[rows], criterion) * len(rows) / 12
+    torch.testing.assert_close(weighted, repeated)
+    slopes = [torch.autograd.grad(loss, list(net.parameters())) for loss in (weighted, repeated)]
+    torch.testing.assert_close(*slopes)
+
+
+def test_draws_are_averaged_before_their_loss_is_weighted():
+    torch.manual_seed(0)
+    net = mt.mc_dropout(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3)), task="classification")
+    net.train()
+    net.training_draws = 4
+    torch.manual_seed(5)
+    loss = net.loss(X, CLASSES, weight=WEIGHT)
+    torch.manual_seed(5)
+    probs = net(X).softmax(-1).mean(0)
+    torch.testing.assert_close(loss, -(WEIGHT * probs[torch.arange(12), CLASSES].log()).mean())
+
+
+def test_the_classes_weights_of_a_criterion_count_as_they_do_there():
+    own = torch.tensor([0.5, 2.0, 3.0])
+    net = mt.Multitude(nn.Linear(8, 3))
+    logits = net(X)[0]
+    want = (WEIGHT * own[CLASSES] * F.cross_entropy(logits, CLASSES, reduction="none")).sum() / own[CLASSES].sum()
+    for criterion in (nn.CrossEntropyLoss(own), partial(F.cross_entropy, weight=own)):
+        torch.testing.assert_close(net.loss(X, CLASSES, criterion, weight=WEIGHT), want)
+    total = nn.CrossEntropyLoss(reduction="sum")
+    want = (WEIGHT * F.cross_entropy(logits, CLASSES, reduction="none")).sum()
+    torch.testing.assert_close(net.loss(X, CLASSES, total, weight=WEIGHT), want)
+
+
+@pytest.mark.parametrize("shape", [(12, 1), (12,), (1,)])
+def test_the_weights_of_rows_in_a_criterion_itself_are_those_of_each_members_rows(shape):
+    model = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0 if shape == (12,) else 1))
+    net = mt.batch_ensemble(model, 3, task="binary", seed=0)
+    y = YES[:, 0].float() if shape == (12,) else YES.float()
+    criterion = nn.BCEWithLogitsLoss(weight=torch.rand(shape))
+    want = torch.stack([criterion(each, y) for each in net(X)]).mean()
+    torch.testing.assert_close(net.loss(X, y, criterion), want)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_tokens_have_the_weights_of_their_rows_or_their_own(shifted):
+    torch.manual_seed(0)
+    x, y = torch.randint(5, (4, 6)), torch.randint(5, (4, 6))
+    y[0, 2:], y[1, 0] = -100, -100
+    net = mt.Multitude(nn.Embedding(5, 5))
+    net.task, net.next_tokens = "tokens", shifted
+    targets = torch.cat([y[:, 1:], torch.full((4, 1), -100)], 1) if shifted else y
+    log_probs = net(x)[0].log_softmax(-1)
+    losses = -log_probs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    losses = torch.where(targets < 0, 0.0, losses)
+    rows = torch.tensor([2.0, 0.5, 1.0, 3.0])
+    count = (targets >= 0).sum()
+    torch.testing.assert_close(net.loss(x, y, weight=rows), (rows[:, None] * losses).sum() / count)
+    each = torch.rand(4, 6)
+    moved = torch.cat([each[:, 1:], torch.zeros(4, 1)], 1) if shifted else each
+    torch.testing.assert_close(net.loss(x, y, weight=each), (moved * losses).sum() / count)
+    torch.testing.assert_close(net.loss(x, y, weight=torch.ones(4)), net.loss(x, y))
+
+
+def test_in_mimo_weights_travel_with_their_rows():
+    net = mt.mimo(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), 3, batch_repetition=2, seed=0)
+
+    def loss(y: Tensor, weight: Tensor | None) -> Tensor:
+        torch.manual_seed(3)  # the same orders
+        return net.loss(X, y, weight=weight)
+
+    torch.testing.assert_close(loss(CLASSES, torch.ones(12)), loss(CLASSES, None))
+    alone = [loss(CLASSES, row) for row in torch.eye(12)]
+    torch.testing.assert_close(loss(CLASSES, WEIGHT), (torch.stack(alone) * WEIGHT).sum())
+    for i in range(12):
+        others = (CLASSES + 1) % 3
+        others[i] = CLASSES[i]
+        torch.testing.assert_close(loss(others, torch.eye(12)[i]), alone[i])  # nobody else's target counts
+    with pytest.raises(ValueError, match="weight must have one number for each of the 12 inputs, got 3"):
+        net.loss(X, CLASSES, weight=WEIGHT[:3])
+
+
+def test_members_that_are_multitudes_themselves_get_the_weights():
+    inner = [mt.batch_ensemble(nn.Linear(8, 3), 2, seed=i) for i in range(2)]
+    net = mt.fuse(inner)
+    want = sum(one.loss(X, CLASSES, weight=WEIGHT) for one in inner)
+    torch.testing.assert_close(net.loss(X, CLASSES, weight=WEIGHT), want)
+
+
+def test_fit_weighs_the_rows_of_its_batches():
+    torch.manual_seed(0)
+    net = nn.Linear(8, 3)
+    own = copy.deepcopy(net)
+    batches = [(X[:8], CLASSES[:8], WEIGHT[:8]), (X[8:], CLASSES[8:], WEIGHT[8:])]
+    fit(net, batches, 3, lr=0.1, momentum=0, schedule="constant")
+    optimizer = torch.optim.SGD(own.parameters(), 0.1)
+    for x, y, weight in batches * 3:
+        optimizer.zero_grad()
+        (weight * F.cross_entropy(own(x), y, reduction="none")).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(net.state_dict(), own.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("third", "sentence"),
+    [
+        (
+            torch.arange(12),
+            r"batch 0 of data must be \(x, y\), or .* of the 12 rows as its weight, got \[12\] \(torch.int",
+        ),
+        (WEIGHT[:5], r"one floating-point number for each of the 12 rows as its weight, got \[5\]"),
+        (["a"] * 12, "as its weight, got list"),
+        (WEIGHT - 2, "must have weights that are finite numbers, 0 or more, got -"),
+        (WEIGHT / 0, "must have weights that are finite numbers, 0 or more, got inf"),
+    ],
+)
+def test_what_is_no_weight_is_one_sentence(third, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fit(nn.Linear(8, 3), [(X, CLASSES, third)], 1)
+
+
+def test_a_criterion_that_is_no_mean_over_rows_cannot_be_weighted():
+    net = mt.Multitude(nn.Linear(8, 3))
+    net.task = "classification"
+    with pytest.raises(ValueError, match=r"criterion must be a mean over the rows .* the mean of its rows is"):
+        net.loss(X, CLASSES, lambda p, y: F.cross_entropy(p, y) * p.std(), weight=WEIGHT)
+    with pytest.raises(ValueError, match=r"weight must have one number for each of 12 rows, got \[5\]"):
+        net.loss(X, CLASSES, weight=WEIGHT[:5])
+
+
+def test_a_criterion_of_ones_own_is_weighted_in_half_precision_too():
+    net = nn.Linear(8, 3).bfloat16()
+    x = X.bfloat16()
+    want = (WEIGHT.bfloat16() * torch.stack([Focal()(net(x)[i : i + 1], CLASSES[i : i + 1]) for i in range(12)])).mean()
+    torch.testing.assert_close(mt.Multitude(net).loss(x, CLASSES, Focal(), weight=WEIGHT), want)
+
+
+# -- classes -----------------------------------------------------------------------------------------------
+
+RARE = torch.tensor([0] * 8 + [1] * 3 + [2])
+
+
+def first_loss(net: nn.Module, *batches: tuple[Tensor, ...], **options: object) -> float:
+    return fit(net, list(batches), 1, lr=1e-30, **options)[0].loss
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    weights = compute_class_weight("balanced", classes=np.arange(3), y=RARE.numpy())
+    net = nn.Linear(8, 3)
+    probs = net(X).detach().double().softmax(1)
+    sample = weights[RARE]
+    want = log_loss(RARE, probs, sample_weight=sample, labels=[0, 1, 2]) * sample.mean()
+    assert first_loss(net, (X, RARE), class_weight="balanced") == pytest.approx(want, rel=1e-6)
+    assert first_loss(net, (X, RARE), class_weight=weights.tolist()) == pytest.approx(want, rel=1e-6)
+    assert first_loss(net, (X, RARE), class_weight=torch.tensor(weights)) == pytest.approx(want, rel=1e-6)
+    rows = torch.rand(12, generator=torch.Generator().manual_seed(2))
+    both = sample * rows.double().numpy()
+    want = log_loss(RARE, probs, sample_weight=both, labels=[0, 1, 2]) * both.mean()
+    assert first_loss(net, (X, RARE, rows), class_weight="balanced") == pytest.approx(want, rel=1e-6)
+
+
+def test_balanced_weights_of_yes_and_no_are_those_of_scikit_learn():
+    yes = (RARE > 0).long()
+    weights = compute_class_weight("balanced", classes=np.arange(2), y=yes.numpy())
+    net = nn.Linear(8, 1)
+    probs = net(X).detach().double().sigmoid()[:, 0]
+    want = log_loss(yes, probs, sample_weight=weights[yes]) * weights[yes].mean()
+    for y in (yes, yes[:, None], yes.float(), yes.bool()):
+        got = first_loss(net, (X, y), class_weight="balanced", task="binary")
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_pixels_have_the_weights_of_their_own_classes():
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 2, 5, 5), torch.randint(3, (4, 5, 5))
+    y[0, 0] = -100
+    net = nn.Conv2d(2, 3, 1)
+    own = torch.tensor([1.0, 5.0, 0.5])
+    losses = F.cross_entropy(net(x), y, reduction="none")
+    rows = torch.tensor([1.0, 2.0, 0.0, 1.0])
+    want = (own[y.clamp(min=0)] * rows[:, None, None] * losses).sum() / (y >= 0).sum()
+    got = first_loss(net, (x, y, rows), class_weight=own, task="classification")
+    assert got == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_validation_is_weighted_by_the_same_classes():
+    net = nn.Linear(8, 3)
+    weights = compute_class_weight("balanced", classes=np.arange(3), y=RARE.numpy())
+    held = RARE.roll(5)
+    probs = net(X).detach().double().softmax(1)
+    want = log_loss(held, probs, sample_weight=weights[held], labels=[0, 1, 2])
+    history = fit(
+        net, [(X, RARE)], 1, lr=1e-30, class_weight="balanced", validation=[(X[:7], held[:7]), (X[7:], held[7:])]
+    )
+    assert history[0].validation == pytest.approx(want, rel=1e-6)
+
+
+def test_balanced_weights_leave_the_random_state_of_the_training_alone():
+    loader = torch.utils.data.DataLoader(list(zip(X, RARE, strict=True)), 4, shuffle=True)
+    nets = [nn.Linear(8, 3) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    fit(nets[0], loader, 2, seed=0, class_weight="balanced")
+    weights = compute_class_weight("balanced", classes=np.arange(3), y=RARE.numpy())
+    fit(nets[1], loader, 2, seed=0, class_weight=weights.tolist())
+    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"class_weight": "even"}, "class_weight must be None, 'balanced', or one finite number, .* got 'even'"),
+        ({"class_weight": [1.0, -1.0, 1.0]}, r"class_weight must be None, 'balanced', or one finite number"),
+        ({"class_weight": []}, r"class_weight must be None, 'balanced', or one finite number"),
+        ({"class_weight": [1.0, 2.0]}, "class_weight must hold one number for each class, got 2 and a class 2"),
+        ({"class_weight": [1.0, 2.0, 3.0, 4.0]}, "for each class, got 4 for a network of 3"),
+        ({"class_weight": "balanced", "data": iter([(X, RARE)])}, "data is a list_iterator that can be iterated only"),
+        (
+            {"class_weight": [1.0, 2.0], "task": "regression"},
+            "class_weight is for task .*, and the task is 'regression'",
+        ),
+        ({"class_weight": "balanced", "data": [(X, X[:, :3].softmax(1))]}, "counts classes, and y holds probabilities"),
+        ({"class_weight": [1, 1, 1], "data": [(X, X[:, :3].softmax(1))]}, "for targets that are classes, got probab"),
+    ],
+)
+def test_bad_weights_of_classes_are_named(options, sentence):
+    options = {"data": [(X, RARE)]} | options
+    with pytest.raises(ValueError, match=sentence):
+        fit(nn.Linear(8, 3), options.pop("data"), 1, **options)
+
+
+def test_precision_is_chosen_by_the_device():
+    losses = [
+        [epoch.loss for epoch in fit(mt.deep_ensemble(nn.Linear(8, 3), 2, seed=0), [(X, RARE)], 3, precision=precision)]
+        for precision in ("auto", "float32")
+    ]
+    assert losses[0] == losses[1], "on a CPU"
