@@ -30,7 +30,7 @@ def test_a_file_of_another_kind_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["{", "null", "3", "{}", '{"format": 5}', '{"format": 5, "nodes": []}', '{"format": 5, "nodes": [{}]}']
+    "header", ["{", "null", "3", "{}", '{"format": 6}', '{"format": 6, "nodes": []}', '{"format": 6, "nodes": [{}]}']
 )
 def test_a_damaged_header_is_one_error(header: str, tmp_path: Path) -> None:
     path = save(mt.deep_ensemble(mlp(), 2), tmp_path / "net.safetensors")
