@@ -11,7 +11,7 @@ attributes and random states unchanged. `Verdicts` caches the result for each ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -89,9 +89,10 @@ def moved_weights(network: nn.Module) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def running_statistics(network: nn.Module) -> AbstractContextManager[None]:
+def running_statistics(*networks: nn.Module) -> AbstractContextManager[None]:
     """Make batch norms and spectral norms use their running statistics, in training too."""
-    return holding(filter(_keeps_statistics, network.modules()), "training", False)
+    modules = (module for network in networks for module in network.modules())
+    return holding(filter(_keeps_statistics, modules), "training", False)
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -156,6 +157,7 @@ def difference(
     *,
     buffers: bool = False,
     gradients: bool = False,
+    copies: Sequence[nn.Module] = (),
     layer: Callable[[], str] | None = None,
 ) -> str:
     """Describe how `fast` differs from `plain` on an input; return an empty string if they agree.
@@ -163,7 +165,8 @@ def difference(
     Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states as
     they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of the
     first layer that differs; it is called if predictions differ. With `gradients=True`, if a member's parameters are
-    trained, the gradients of both must agree as well.
+    trained, the gradients of both must agree as well. Batch norms then use running statistics, in `network` and in the
+    `copies` that `fast` runs.
     """
     with silent_trial(network, x) as doubt:
         want = _outcome(network, x, plain, buffers)
@@ -186,17 +189,20 @@ def difference(
         wrong = [name for name in want if name not in got or not alike(got[name][None], want[name][None])]
         if wrong:
             return f"buffer {wrong[0]!r} gets other values"
-        return _difference_of_gradients(network, x, fast, plain) if gradients else ""
+        return _difference_of_gradients(network, x, fast, plain, copies) if gradients else ""
 
 
-def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: Runner) -> str:
+def _difference_of_gradients(
+    network: nn.Module, x: Input, fast: Runner, plain: Runner, copies: Sequence[nn.Module]
+) -> str:
     """Return which parameter's gradient differs; it is that of a random mixture of the predictions, for a few rows."""
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not trained:
         return ""
 
     def of(runner: Runner, x: Input) -> list[Tensor | None]:
-        with unmoved(network, x), torch.enable_grad():
+        # Gradients through the batch statistics of a few rows are ill-conditioned.
+        with unmoved(network, x), torch.enable_grad(), running_statistics(network, *copies):
             predictions = runner(x)
             if not predictions.requires_grad:
                 return [None] * len(trained)
@@ -210,17 +216,24 @@ def _difference_of_gradients(network: nn.Module, x: Input, fast: Runner, plain: 
             want, got = of(plain, some), of(fast, some)
         except FAILURES:  # of networks that take batches of one size
             want, got = of(plain, x), of(fast, x)
+        half = any(_is_half(one) for one in want if one is not None)
+        wrong = _steepest_difference(trained, got, want, 0.1 if half else 1e-2)
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
         return f"its gradients cannot be compared: {(str(error) or type(error).__name__).splitlines()[0]}"
-    half = any(_is_half(one) for one in want if one is not None)
+    return f"the gradient of {wrong!r} gets other values" if wrong else ""
+
+
+def _steepest_difference(
+    trained: dict[str, nn.Parameter], got: list[Tensor | None], want: list[Tensor | None], tolerance: float
+) -> str:
+    """Return the first parameter whose gradients differ by more than a share of the largest gradient of all."""
     steepest = max((_largest(one) for one in want if one is not None), default=0.0)
-    for name, one, other in zip(trained, got, want, strict=True):
-        one, other = (torch.zeros_like(trained[name]) if each is None else each for each in (one, other))
-        same = torch.equal(one.isfinite(), other.isfinite())
-        if not same or _largest(one - other) > (0.1 if half else 1e-2) * steepest:
-            return f"the gradient of {name!r} gets other values"
+    for name, *both in zip(trained, want, got, strict=True):
+        one, other = (torch.zeros_like(trained[name]) if each is None else each for each in both)
+        if not torch.equal(one.isfinite(), other.isfinite()) or _largest(one - other) > tolerance * steepest:
+            return name
     return ""
 
 

@@ -105,6 +105,7 @@ class IndependentRunners:
             return str(refusal)
 
         def find() -> str:
-            return difference(self.networks, x, runner, self.loop, buffers=True, gradients=use[1])
+            copies = [runner.template.network]
+            return difference(self.networks, x, runner, self.loop, buffers=True, gradients=use[1], copies=copies)
 
         return self.verdicts.reason(use, self.networks, x, find)

@@ -22,6 +22,11 @@ class PackedRunner:
         self.networks = networks
         self.packed: dict[bool, tuple[Template, PackedNetwork]] = {}
 
+    @property
+    def template(self) -> Template:
+        """The copy in the present mode."""
+        return self.packed[self.networks.training][0]
+
     def __call__(self, x: Input) -> Tensor:
         template, network = self.packed[self.networks.training]
         tensors = template.tensors()

@@ -22,6 +22,11 @@ class VmappedRunner:
         self.networks = networks
         self.templates: dict[bool, Template] = {}
 
+    @property
+    def template(self) -> Template:
+        """The copy in the present mode."""
+        return self.templates[self.networks.training]
+
     def __call__(self, x: Input) -> Tensor:
         template = self.templates[self.networks.training]
         tensors = template.tensors()
