@@ -285,6 +285,8 @@ class SharedRunners:
         self.tiles_in_graphs[self.network.training] = from_the_start or (
             runner is not self.one_by_one and self.takes_tiled(x)
         )
+        if not self.tiles_in_graphs[self.network.training]:
+            self.one_by_one.current()  # a compiled graph cannot make its views
         return runner
 
     def _found(self, x: Input) -> Runner:

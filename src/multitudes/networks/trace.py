@@ -407,6 +407,7 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
         (path, key, held, _items(held))
         for path, _, before in modules
         for key, value in before.items()
+        if not torch.compiler.is_compiling()  # graphs cannot look into objects; what is written was found before
         for held in _containers(value, seen)
     ]
     written: set[tuple[str, str]] = set()

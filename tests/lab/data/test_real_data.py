@@ -59,7 +59,7 @@ def test_uci_sets_have_their_own_splits(name: str) -> None:
     train, test, features = UCI[name]
     arrays = np.load(ROOT / "uci" / f"{name}.npz")
     for fold in range(len(arrays["test_idx"])):
-        data = md.load(ROOT / "uci" / f"{name}.npz", fold=fold)
+        data = md.load(ROOT / "uci" / f"{name}.npz", fold=fold, numbers="standard")
         assert (data.task, data.shape) == ("regression", (features,))
         assert (len(data.train) + len(data.validation), len(data.test)) == (train, test)
         rows = arrays["test_idx"][fold]
