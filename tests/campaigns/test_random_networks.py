@@ -39,7 +39,7 @@ def test_every_method_is_right_or_refuses(method: str) -> None:
     check_sample(method)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("number", MANY)
 def test_every_method_is_right_or_refuses_many_more(number: int) -> None:
     verdicts = {row: verdict(number, *row) for row in ROWS}

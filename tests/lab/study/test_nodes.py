@@ -18,7 +18,7 @@ from multitudes.lab.study.run.monitor import Interrupted
 from multitudes.lab.study.spec.planning import prepare
 from tests.lab.study.ray_nodes import folders_left, kill_node, nodes
 from tests.lab.study.study_cases import fake, make  # noqa: F401
-from tests.lab.study.test_faults import first_epochs, processes, results
+from tests.lab.study.test_interruptions import first_epochs, processes, results
 from tests.lab.study.test_stopped import is_alive
 
 
@@ -45,9 +45,9 @@ def test_an_address_where_nobody_listens_is_told_at_once(make, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ValueError, match=rf"ray='127.0.0.1:{port}': no cluster can be reached there"):
+    with pytest.raises(ValueError, match=rf"ray='127.0.0.1:{port}': cannot reach a cluster at this address"):
         run_cluster(run, f"127.0.0.1:{port}")
-    with pytest.raises(ValueError, match="an address is HOST:PORT, auto or local"):
+    with pytest.raises(ValueError, match="an address must be HOST:PORT, auto or local"):
         run_cluster(run, "head:node")
 
 
@@ -83,7 +83,7 @@ def test_a_refused_token_is_told(make, tmp_path, monkeypatch):
         address = head.stdout.readline().strip()
         for name, value in {**token, "RAY_AUTH_TOKEN": "b" * 32}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match=r"refuses the token \(RAY_AUTH_TOKEN\)|does not answer"):
+        with pytest.raises(ValueError, match=r"refused the token \(RAY_AUTH_TOKEN\)|does not answer"):
             run_cluster(prepare(make(), tmp_path / "run"), address)
         head.stdin.close()
 
