@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from multitudes.ensemble.multitude import Multitude
-from multitudes.lab.study.run.costs import BATCH, Prediction, TrainingStep, in_turns, multiply_adds, parameters
+from multitudes.lab.study.run.costs import BATCH, TimedPrediction, TrainingStep, in_turns, multiply_adds, parameters
 from multitudes.methods.batch_ensemble import batch_ensemble
 from multitudes.methods.deep_ensemble import deep_ensemble
 from multitudes.methods.dropout import drop_connect, mc_dropout
@@ -119,7 +119,7 @@ def test_measuring_changes_neither_the_network_nor_the_random_state() -> None:
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
     x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     step = TrainingStep(net, x, torch.tensor([0, 1, 2, 3]), by_sgd)
-    step.peak_bytes(), step.seconds(), Prediction(net, x).seconds()
+    step.peak_bytes(), step.seconds(), TimedPrediction(net, x).seconds()
     multiply_adds(net, x)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -145,11 +145,11 @@ def test_measuring_a_step_does_not_fail_at_a_rate_that_only_a_warm_up_bears() ->
 
 
 def test_a_prediction_is_timed_as_it_takes() -> None:
-    found = Prediction(Multitude(Slow()), torch.randn(500, 2))
+    found = TimedPrediction(Multitude(Slow()), torch.randn(500, 2))
     assert found.batch == BATCH == 256
     assert 0.02 < found.seconds() < 0.2  # a machine that is busy takes longer
-    assert Prediction(Multitude(Slow()), torch.randn(500, 2), batch=16).batch == 16
-    assert Prediction(Multitude(Slow()), torch.randn(5, 2)).batch == 5
+    assert TimedPrediction(Multitude(Slow()), torch.randn(500, 2), batch=16).batch == 16
+    assert TimedPrediction(Multitude(Slow()), torch.randn(5, 2)).batch == 5
 
 
 class Each(nn.Module):
@@ -163,7 +163,7 @@ class Each(nn.Module):
 
 
 def test_of_a_slow_network_fewer_inputs_are_timed_at_once() -> None:
-    assert Prediction(Multitude(Each()), torch.randn(64, 2)).batch == 16
+    assert TimedPrediction(Multitude(Each()), torch.randn(64, 2)).batch == 16
 
 
 # -- in turns ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def spec(folder: Path) -> Spec:
 
 def prepare(folder: Path) -> tuple[Run, list[str]]:
     said: list[str] = []
-    return planning.prepare(spec(folder), folder / "run", say=said.append), said
+    return planning.prepare(spec(folder), folder / "run", notify=said.append), said
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str,
         told = str(job.directory / "") + "/"
         with pytest.raises(ValueError) as caught:
             find_job(job.directory) if (job.directory / "config.json").is_file() else find_job(run.directory)
-        assert told in str(caught.value) or "say which" in str(caught.value)
+        assert told in str(caught.value) or "choose one" in str(caught.value)
     before = {path: path.stat().st_mtime_ns for path in run.directory.glob("jobs/s*/*")}
     run, said = prepare(folder)
     if name == "config.json":  # which the specification tells again
@@ -117,7 +117,7 @@ def test_the_page_lists_a_damaged_job_as_not_done(folder: Path) -> None:
     for job in run.jobs:
         flip(job.directory / "metrics.json")
     with pytest.raises(
-        ValueError, match=r"none of its jobs is done; '.*metrics\.json' is damaged: .*does this job again"
+        ValueError, match=r"none of its jobs is done; '.*metrics\.json' is damaged: .*to repeat this job"
     ):
         report.write(run.directory)
 
@@ -142,7 +142,7 @@ def test_data_of_another_run_are_noticed(folder: Path, whole: Path) -> None:
     run = Run(folder / "run")
     other_run = planning.prepare(other, folder / "other")
     shutil.copy(other_run.data_path, run.data_path)
-    with pytest.raises(ValueError, match="not the one that the study was made for"):
+    with pytest.raises(ValueError, match="changed since the study was prepared"):
         Trained.read(run.job("single", 0).directory)
     run, said = prepare(folder)
     assert "'data.mtdata'" not in said and any("is not the file that data.json describes" in each for each in said)
@@ -216,7 +216,7 @@ def test_a_damaged_training_begins_anew_and_ends_as_ever(
     RESUMED[case](job, other)
     run_job(job.directory)
     events, _ = job.events()
-    anew = [event for event in events if event["event"] == "anew"]
-    assert bool(anew) == (case != "nothing") and all("begins anew: " in event["message"] for event in anew)
+    anew = [event for event in events if event["event"] == "restart"]
+    assert bool(anew) == (case != "nothing") and all("restarting the training: " in event["message"] for event in anew)
     assert scores(run) == want and check_seal(job.directory / "model.safetensors")
     assert not (job.directory / "recording").exists()

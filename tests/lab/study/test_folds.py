@@ -121,7 +121,7 @@ def test_a_difference_over_folds_is_that_of_nadeau_and_bengio() -> None:
     each = ours - theirs
     error = math.sqrt((1 / 5 + 1 / 4) * each.var(ddof=1))
     low, high = stats.t.interval(0.95, 4, each.mean(), error)
-    assert found.interval() == pytest.approx((low, high)) and found.sure()
+    assert found.interval() == pytest.approx((low, high)) and found.significant()
 
 
 def test_only_the_folds_that_both_have_are_compared() -> None:

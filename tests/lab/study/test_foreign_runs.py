@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     file, mark = folder / "net.py", folder / "ran"
     file.write_text(CODE.format(mark=str(mark)))
     said: list[str] = []
-    run = prepare(Spec.of(**OPTIONS, model=f"{file}:build"), folder / "run", say=said.append)
+    run = prepare(Spec.of(**OPTIONS, model=f"{file}:build"), folder / "run", notify=said.append)
     assert any(f"build of {file}" in each for each in said)  # whose code is run is told
     run_job(run.jobs[0].directory)
     return run.directory, file, mark
@@ -139,10 +139,10 @@ def test_a_worker_refuses_code_that_is_not_the_study_s(foreign: Path, made: tupl
     (job.directory / "metrics.json").unlink()
     copy = job.directory / job.config["model"]["file"]  # type: ignore[index]
     copy.write_text(copy.read_text() + "# changed\n")
-    with pytest.raises(ValueError, match="is not the one that the study was made with; it is not run"):
+    with pytest.raises(ValueError, match="was changed since the study was prepared; it is not executed"):
         run_job(job.directory)
     write_json(job.directory / "config.json", {**(job.config or {}), "model": {"file": str(made[1]), "name": "build"}})
-    with pytest.raises(ValueError, match="a file outside of its run directory"):
+    with pytest.raises(ValueError, match="outside of its run directory"):
         run_job(job.directory)
     assert not made[2].exists()
 
@@ -166,8 +166,8 @@ def test_comparing_in_somebody_s_directory_runs_the_user_s_code_alone(
     [
         ({"source": "somebody/dataset"}, "must be a prepared file or digits, got 'somebody/dataset'"),
         ({"source": "/etc/passwd"}, "must be a prepared file or digits"),
-        ({"file": "../../../outside.mtdata"}, "a file outside of its run directory"),
-        ({"file": "/etc/passwd"}, "a file outside of its run directory"),
+        ({"file": "../../../outside.mtdata"}, "outside of its run directory"),
+        ({"file": "/etc/passwd"}, "outside of its run directory"),
     ],
 )
 def test_a_configuration_reads_nothing_outside_its_run(data: dict[str, str], words: str, foreign: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_configuration_reads_nothing_outside_its_run(data: dict[str, str], wor
 @pytest.mark.parametrize("name", ["../../other", "..", "a/b", "a\\b", ""])
 def test_names_of_methods_lead_to_no_other_folder(name: str, foreign: Path) -> None:
     Run(foreign).write_spec(f"seeds = [0]\n[methods.'{name}']\n")
-    with pytest.raises(ValueError, match="is no name of a method"):
+    with pytest.raises(ValueError, match="is not a valid name of a method"):
         _ = Run(foreign).jobs
 
 

@@ -107,7 +107,7 @@ def test_members_of_a_trained_model_share_all_but_their_heads(place: Path, tmp_p
     job = Assignment.read(run.jobs[0].directory)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        net = job.built(job.network())
+        net = job.convert(job.network())
     one, other = net.member(0), net.member(1)
     torch.testing.assert_close(one.model.bert.state_dict(), other.model.bert.state_dict())
     assert not torch.equal(one.model.classifier.weight, other.model.classifier.weight)
@@ -135,7 +135,7 @@ def test_weights_that_changed_since_are_noticed(place: Path, tmp_path: Path) -> 
     text_model(tmp_path / "model", weights=True)
     plain = HubModel.read(f"hf:{tmp_path / 'model'}").plain({}, 0)
     text_model(tmp_path / "model", weights=True)
-    with pytest.raises(ValueError, match="are not those that the study was made with"):
+    with pytest.raises(ValueError, match="were changed since the study was prepared"):
         build_hub_model(plain, (32,), 3)
 
 
@@ -262,14 +262,14 @@ def test_settings_of_the_configuration_can_be_changed(place: Path, tmp_path: Pat
 
 def test_methods_that_cannot_convert_a_model_are_left_out_with_their_reason(place: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    run = prepare(spec(place, methods=None), tmp_path / "run", say=told.append)
+    run = prepare(spec(place, methods=None), tmp_path / "run", notify=told.append)
     labels = {job.label for job in run.jobs}
     assert {"single", "deep", "mc_dropout", "batch_ensemble"} <= labels
     assert not {"smooth", "tabm", "mimo"} & labels
-    assert any(line.startswith("mimo is left out: ") for line in told)
+    assert any(line.startswith("Skipping mimo: ") for line in told)
     with pytest.raises(ValueError, match="methods.mimo"):
         prepare(spec(place, methods=["mimo"]), tmp_path / "other")
-    with pytest.raises(ValueError, match="is for tables, and the inputs are texts of 32 tokens at most"):
+    with pytest.raises(ValueError, match="is for tables, got texts of 32 tokens at most"):
         prepare(spec(place, methods=["tabm"]), tmp_path / "other")
 
 
@@ -292,17 +292,17 @@ def test_models_that_cannot_be_read_are_refused_in_a_sentence(place: Path, tmp_p
     assert "must have a config.json" in told(str(tmp_path / "empty"))
     shutil.copytree(place / "bert", tmp_path / "pickled")
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
-    assert "has its weights in pytorch_model.bin, a kind of file that can run code" in told(str(tmp_path / "pickled"))
+    assert "has its weights in pytorch_model.bin, a format that can execute code" in told(str(tmp_path / "pickled"))
     (tmp_path / "bare").mkdir()
     shutil.copy(place / "bert" / "config.json", tmp_path / "bare")
     assert "holds no tokenizer: there is no tokenizer.json in it" in told(str(tmp_path / "bare"))
     config = json.loads((place / "bert" / "config.json").read_text())
     shutil.copytree(place / "bert", tmp_path / "foreign")
     (tmp_path / "foreign" / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": {}}))
-    assert "whose code is in its folder, which is not run" in told(str(tmp_path / "foreign"))
+    assert "with code of its own, which is not executed" in told(str(tmp_path / "foreign"))
     shutil.copytree(place / "bert", tmp_path / "few")
     (tmp_path / "few" / "config.json").write_text(json.dumps({**config, "vocab_size": 5}))
-    assert "knows 5 tokens, and the tokenizer has" in told(str(tmp_path / "few"))
+    assert "has a vocabulary of 5 tokens, but the tokenizer has" in told(str(tmp_path / "few"))
     assert "is for images, and" in told(str(place / "vit"))
 
 
@@ -312,7 +312,7 @@ def test_a_model_of_another_kind_than_the_data_is_refused(place: Path, tmp_path:
     vit_model(tmp_path / "large", size=32, channels=3)
     with says("is for images of 3 channels and 32 x 32 pixels, got 1 x 8 x 8"):
         prepare(Spec.of(data="digits", model=f"hf:{tmp_path / 'large'}", methods=["single"]), tmp_path / "run")
-    with says("max_length must be 32 at most, the tokens that"):
+    with says("max_length must be at most 32"):
         prepare(spec(place, max_length=64), tmp_path / "run")
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "images" / "a").mkdir(parents=True)
@@ -376,7 +376,7 @@ def test_methods_for_transformers_are_trained_saved_and_read_again(
     place: Path, tmp_path: Path, model: str, method: str
 ) -> None:
     if (model, method) == ("bert", "lora"):  # which adapts what was trained
-        with says("method 'lora' is for networks that were trained before"):
+        with says("method 'lora' needs a pretrained network"):
             prepare(spec(place, model, methods=[method]), tmp_path / "run")
         return
     run = prepare(spec(place, model, methods=[method], epochs=1), tmp_path / "run")
@@ -462,5 +462,5 @@ def test_a_configuration_reaches_neither_the_hub_nor_code(place: Path, tmp_path:
     assert not set(more) & set(plain["config"])
     build_hub_model({**plain, "config": plain["config"] | more}, (32,), 2)  # as somebody else's run may say
     (tmp_path / "bert" / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
-    with says("is quantized, and such weights cannot be trained"):
+    with says("is quantized"):
         HubModel.read(f"hf:{tmp_path / 'bert'}")

@@ -352,9 +352,9 @@ def test_a_failure_is_written_to_the_log_and_raised(tmp_path: Path, changes: dic
 def test_a_job_for_other_data_or_none_is_refused(tmp_path: Path) -> None:
     directory = on_plane(tmp_path, "regression", "single")
     datasets.save(plane("classification"), tmp_path / "data.mtdata")
-    with pytest.raises(ValueError, match="not the one that the study was made for"):
+    with pytest.raises(ValueError, match="changed since the study was prepared"):
         run(directory)
-    with pytest.raises(ValueError, match="no images but rows of 4"):
+    with pytest.raises(ValueError, match="needs images, got rows of 4"):
         run(on_plane(tmp_path, "regression", "smooth"))
-    with pytest.raises(ValueError, match=r"directory must be that of a job.*no config\.json"):
+    with pytest.raises(ValueError, match=r"directory must be a job.*no config\.json"):
         run(tmp_path / "nothing")

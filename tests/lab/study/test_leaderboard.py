@@ -153,7 +153,7 @@ def test_of_several_jobs_the_best_is_named_and_no_baseline(run):
     table = {"baselines": {"gradient_boosting": {"count": 4, "scores": {"nll": 0.1}, "rows": {}}}}
     run.write_table("baselines.json", table, "")
     assert leaderboard(run)[0].baseline
-    with pytest.raises(ValueError, match=r"say which, such as '.*deep-0', the best"):
+    with pytest.raises(ValueError, match=r"choose one, such as '.*deep-0', the best"):
         find_job(run.directory)
 
 

@@ -116,8 +116,8 @@ def test_smoothing_needs_images_tabm_a_table_and_lora_a_trained_network() -> Non
     assert set(NAMES) - set(methods_for((13,))) == {"smooth", "smooth_dropout", "lora"}
     assert methods_for(SHAPE) == [name for name in NAMES if name not in ("tabm", "lora")]
     assert methods_for(SHAPE, pretrained=True) == [name for name in NAMES if name != "tabm"]
-    assert "for networks that were trained before" in str(unfit(METHODS["lora"], SHAPE))
-    assert "no images but rows of 13" in str(unfit(METHODS["smooth"], (13,)))
+    assert "needs a pretrained network" in str(unfit(METHODS["lora"], SHAPE))
+    assert "needs images, got rows of 13" in str(unfit(METHODS["smooth"], (13,)))
 
 
 def test_the_same_seed_builds_the_same_members_and_another_seed_others() -> None:
@@ -274,7 +274,7 @@ def test_a_function_of_the_users_own_builds_a_network(tmp_path: Path) -> None:
     assert build_network(model, (5,), 3, tmp_path)(torch.zeros(2, 5)).shape == (2, 3)
     with pytest.raises(ValueError, match="has no function 'made'; it has build, number"):
         build_network({**model, "name": "made"}, (5,), 3, tmp_path)
-    with pytest.raises(ValueError, match="must give an nn.Module, got int"):
+    with pytest.raises(ValueError, match="must return an nn.Module, got int"):
         build_network({"file": "my_net.py", "name": "number"}, (5,), 3, tmp_path)
     with pytest.raises(ValueError, match="cannot be built with .*depth"):
         build_network({**model, "settings": {"depth": 6}}, (5,), 3, tmp_path)

@@ -24,7 +24,7 @@ def test_with_one_seed_it_is_students_paired_test_over_the_rows() -> None:
     assert found is not None
     judge = stats.ttest_rel(a[0], b[0])
     assert found.interval() == pytest.approx(tuple(judge.confidence_interval(0.95)))
-    assert found.sure() == (judge.pvalue < 0.05)
+    assert found.significant() == (judge.pvalue < 0.05)
 
 
 def test_without_rows_variances_over_seeds_are_moderated_by_the_middle_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 from multitudes.lab import data
 from multitudes.lab.study.run.execution import run_local
 from multitudes.lab.study.spec import planning
-from multitudes.lab.study.spec.planning import StaleError, planned, prepare
+from multitudes.lab.study.spec.planning import StaleError, job_configs, prepare
 from multitudes.lab.study.spec.specification import Spec, SpecError
 from tests.lab.study.study_cases import fake, finished, make, metrics_of, run, snapshot_of  # noqa: F401
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_counts_as_work_and_a_job_without_any_is_simply_asked_anew(
 
 
 def test_planning_does_not_depend_on_whether_defaults_were_filled_in(make, run):
-    assert planned(make(), run.about) == planned(Spec.load(run.spec_path), run.about)
+    assert job_configs(make(), run.about) == job_configs(Spec.load(run.spec_path), run.about)
 
 
 # -- running -----------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_failed_job_stops_no_other_and_says_why(make, tmp_path, fake):
     assert outcome.failed == {
         "single-0": "the loss is not finite",
         "single-1": "it ended with exit code 1: RuntimeError: no memory left",
-        "single-2": "it was killed by SIGKILL 3 times: perhaps there is too little memory for as many jobs at a time",
+        "single-2": "it was killed by SIGKILL 3 times: perhaps there is not enough memory for this many jobs at once",
         "single-3": "it ended without results",
     }
     assert run.failed == {"single-0": "the loss is not finite"}

@@ -101,7 +101,7 @@ def test_a_filled_in_specification_reads_back_and_is_filled_in_already(tmp_path,
 
 WRONG = [
     ("seeds = 0", 1, ["seeds", "1 to 10000", "0"]),
-    ("seeds = [0, 1, 0]", 1, ["seeds", "twice"]),
+    ("seeds = [0, 1, 0]", 1, ["seeds", "must not repeat"]),
     ("seeds = [0,\n -1]", 1, ["seeds[1]", "greater than or equal to 0", "-1"]),
     ("\ndevice = 'gpu'", 2, ["device", "'auto', 'cpu' or 'cuda'", "'gpu'"]),
     ("epochs = 3", 1, ["'epochs'", "[training] epochs", "seeds"]),
@@ -127,7 +127,7 @@ WRONG = [
     ("[model]\nname = 'mlp'\n[model.settings]\nhidden = [3]\n[model.setting]", 5, ["'model.setting'", "settings"]),
     ("methods = 'single'", 1, ["methods", "'single'"]),
     ("methods = []", 1, ["methods", "[]"]),
-    ("methods = ['single',\n'single']", 1, ["methods", "'single' twice"]),
+    ("methods = ['single',\n'single']", 1, ["methods", "lists 'single' twice"]),
     ("methods = ['single',\n'packd']", 1, ["methods", "single, deep, tabm, packed", "did you mean packed"]),
     ("[methods.single]\n[methods.packed]\nmembres = 4", 3, ["methods.packed", "'membres'", "members, alpha, gamma"]),
     ("[methods.packed]\nmembers = '4'", 2, ["methods.packed.members", "a number", "'4'"]),
@@ -251,7 +251,7 @@ def test_what_the_data_cannot_have_is_told_with_its_line(tmp_path, text, shape, 
 @pytest.mark.parametrize("text", ["", "seeds = 3", "[data]\ntarget = 'y'"])
 def test_a_file_must_say_what_to_learn_unless_the_command_line_does(tmp_path, text):
     path = written(tmp_path, text)
-    with pytest.raises(SpecError, match="data.source must say what to learn, such as a file, or digits"):
+    with pytest.raises(SpecError, match="data.source must name the data"):
         Spec.load(path)
     assert Spec.load(path, data="digits").data.source == "digits"
 

@@ -37,10 +37,10 @@ def test_a_log_is_read_line_by_line_and_broken_lines_say_nothing(tmp_path):
 
 
 def test_what_is_no_run_directory_is_told(tmp_path):
-    with pytest.raises(ValueError, match="is no run directory"):
+    with pytest.raises(ValueError, match="is not a run directory"):
         _ = Run(tmp_path).jobs
     (tmp_path / "study.toml").write_text("methods = ['single']")
-    with pytest.raises(ValueError, match="is no run directory: its study.toml has not been run"):
+    with pytest.raises(ValueError, match="is not a run directory: its study.toml has not been run"):
         _ = Run(tmp_path).jobs
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json' is damaged: it has no checksum"):

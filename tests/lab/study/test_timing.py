@@ -43,7 +43,7 @@ def test_every_method_has_the_times_of_predicting_and_training_beside_a_single_n
 
 def test_times_are_of_what_each_method_predicts_and_trains_with(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are replaced by what is computed: members and draws of a prediction, and members of a step."""
-    monkeypatch.setattr(costs.Prediction, "seconds", lambda self: float(len(self.net.predict(self.x).predictions)))
+    monkeypatch.setattr(costs.TimedPrediction, "seconds", lambda self: float(len(self.net.predict(self.x).predictions)))
     monkeypatch.setattr(costs.TrainingStep, "seconds", lambda self: float(self.net.members))
     found = costs.measure_times(run)
     assert found is not None
@@ -59,13 +59,13 @@ def test_networks_whose_speeds_are_compared_are_laid_out_alike(
 ) -> None:
     seen: list[bool] = []
 
-    def once(self: costs.Prediction) -> float:
+    def once(self: costs.TimedPrediction) -> float:
         wide = [weight for weight in self.net.parameters() if weight.dim() == 4 and weight.shape[1] > 1]
         seen.extend(weight.is_contiguous(memory_format=torch.channels_last) for weight in wide)
         return 1.0
 
     run = study(tmp_path, channels_last=channels_last)
-    monkeypatch.setattr(costs.Prediction, "once", once)
+    monkeypatch.setattr(costs.TimedPrediction, "once", once)
     costs.measure_times(run)
     assert seen and set(seen) == {channels_last}
 

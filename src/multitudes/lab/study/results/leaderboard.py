@@ -134,4 +134,4 @@ def level_with_best(rows: Sequence[Row], name: str) -> list[Row]:
         return []
     comparison = Comparison(methods, name)
     differences = {row.name: comparison.difference(row, top) for row in methods if row is not top}
-    return [top, *(row for row in methods if (found := differences.get(row.name)) and not found.sure())]
+    return [top, *(row for row in methods if (found := differences.get(row.name)) and not found.significant())]

@@ -55,7 +55,7 @@ class Difference:
         """Return the 95 % upper bound; `among` such bounds hold jointly (Bonferroni)."""
         return self.mean + self._reach(1 - (1 - LEVEL) / among)
 
-    def sure(self) -> bool:
+    def significant(self) -> bool:
         """Return whether the interval excludes zero."""
         low, high = self.interval()
         return low > 0 or high < 0

@@ -42,7 +42,7 @@ Options = Mapping[str, Any]
 # -- calibration -------------------------------------------------------------------------------------------
 
 
-def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
+def calibrate_network(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
     """Calibrate the network on the validation part: a temperature, or a variance factor and conformal scores.
 
     A scaling is kept only if cross-fitting shows that it helps. For classes it must help by more than a standard error,
@@ -72,7 +72,7 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """All scores, scores by ensemble size, and the predictions as arrays.
 
     Scores are those of the final network; scores before calibration start with `raw/`.
@@ -83,7 +83,7 @@ class Measured:
     predictions: dict[str, Any]
 
 
-def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measured:
+def measure(net: Calibrated | Multitude, data: Data, options: Options) -> Measurement:
     """Score a network on the test part, on corrupted images, and on out-of-distribution inputs."""
     size = options.get("batch_size", 256)
     bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
@@ -91,7 +91,7 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     test = Batches(data, data.test.x, data.test.y, size)
     # OOD criteria are defined for classes only.
     ood = {name: Batches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
-    growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
+    growth = _ScoresBySize(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
     kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
     scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores) | kept.scores()
     if options.get("calibrate", True):
@@ -110,7 +110,7 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
             severities=options.get("severities", (1, 2, 3, 4, 5)), draws=draws, **how,
         )  # fmt: skip
         scores |= {name: score for name, score in corrupted.scores.items() if "shift/" in name}
-    return Measured(Evaluation(scores), growth.table(), kept.arrays())
+    return Measurement(Evaluation(scores), growth.table(), kept.arrays())
 
 
 def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
@@ -124,7 +124,7 @@ def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
 class _Predictions:
     """Collect predictions while they are scored, for the page and for paired tests."""
 
-    def __init__(self, data: Data, growth: _Growth | None) -> None:
+    def __init__(self, data: Data, growth: _ScoresBySize | None) -> None:
         self.data, self.growth = data, growth
         self.parts: dict[str, list[Tensor]] = {}
 
@@ -197,7 +197,7 @@ def _reach(predictive: Predictive) -> Tensor:
     return torch.stack([(high - low).flatten()[0].double() for low, high in ends]) / (2 * one.std.flatten()[0].double())
 
 
-class _Growth:
+class _ScoresBySize:
     """Scores by number of members or draws, over disjoint groups of that size."""
 
     def __init__(self, sizes: Any, data: Data, bins: int, min_count: int) -> None:
