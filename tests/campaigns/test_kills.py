@@ -20,8 +20,7 @@ import pytest
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
-from tests.lab.study.ray_nodes import folders_left, nodes
-from tests.lab.study.study_cases import write_table
+from tests.lab.study.study_cases import folders_left, nodes, write_table
 from tests.lab.study.test_interruptions import processes, results
 
 KILLS = {"local": 70, "ray": 30}

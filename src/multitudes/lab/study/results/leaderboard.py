@@ -111,8 +111,8 @@ def _examples(jobs: Sequence[Job], folded: bool) -> Mapping[str, Any]:
     ]
     if folded:  # disjoint test rows: concatenate them into one long test part
         return {name: np.concatenate([one[name] for one in found])[None] for name in _common(found)}
-    alike = [name for name in _common(found) if len({len(one[name]) for one in found}) == 1]
-    return {name: np.stack([one[name] for one in found]) for name in alike}
+    aligned = [name for name in _common(found) if len({len(one[name]) for one in found}) == 1]
+    return {name: np.stack([one[name] for one in found]) for name in aligned}
 
 
 # -- the best ----------------------------------------------------------------------------------------------

@@ -118,9 +118,8 @@ class Comparison:
         if ours is None or theirs is None or len(ours) != len(theirs) or len(ours) < 2:
             return None
         each = ours - theirs
-        if (
-            self.name.rpartition("/")[2] == "rmse"
-        ):  # rows are squares: a difference of roots is the difference of squares over the sum of roots
+        if self.name.rpartition("/")[2] == "rmse":
+            # Rows are squares: a difference of roots is the difference of squares over the sum of roots.
             each = each / max(math.sqrt(float(ours.mean())) + math.sqrt(float(theirs.mean())), 1e-300)
         return float(each.var(ddof=1)) / len(each), len(each) - 1.0
 

@@ -264,27 +264,19 @@ def measure_times(run: Run, notify: Callable[[str], None] = lambda message: None
         base, batch = TimedPrediction(single, x), _batch(some.as_single, single)
         predicting = {label: TimedPrediction(_trained(job), x, base.batch).seconds for label, job in jobs.items()}
         training = {
-            label: TrainingStep(job.convert(network), *batch, job.arguments).seconds for label, job in jobs.items()
+            name: TrainingStep(job.convert(network), *batch, job.arguments).seconds for name, job in jobs.items()
         }
         if not alone:  # the base of the ratios
             predicting[alone] = base.seconds
             training[alone] = TrainingStep(single, *batch, some.as_single.arguments).seconds
         tiny = _tiny(base)
-        inference, steps = in_turns(predicting, alone), in_turns(training, alone)
+        inference, trained = in_turns(predicting, alone), in_turns(training, alone)
     epochs = {label: len(Job(job.directory).metrics["history"]) for label, job in jobs.items()}
-    times = {
-        label: epochs[label] / max(epochs.get(alone, job.config["training"]["epochs"]), 1)
-        for label, job in jobs.items()
-    }
-    return {
-        "tiny": tiny,
-        "batch": base.batch,
-        "machine": machine(some.device),
-        "methods": {
-            label: {"inference": asdict(inference[label]), "training": asdict(steps[label].times(times[label]))}
-            for label in jobs
-        },
-    }
+    methods = {}
+    for label, job in jobs.items():
+        factor = epochs[label] / max(epochs.get(alone, job.config["training"]["epochs"]), 1)
+        methods[label] = {"inference": asdict(inference[label]), "training": asdict(trained[label].times(factor))}
+    return {"tiny": tiny, "batch": base.batch, "machine": machine(some.device), "methods": methods}
 
 
 def _assignments(jobs: list[Job]) -> dict[str, Assignment]:

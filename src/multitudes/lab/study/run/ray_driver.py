@@ -106,9 +106,8 @@ class _Tasks:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self.send(job=job.name, seconds=0, reason=f"its task was lost: {reason}")
             return
-        for name in sorted(
-            result.files, key=lambda name: name == "metrics.json"
-        ):  # last, since it marks the job as done
+        # metrics.json comes last: it marks the job as done.
+        for name in sorted(result.files, key=lambda name: name == "metrics.json"):
             write_atomically(job.directory / name, result.files[name])
         if not result.stopped:
             self.send(job=job.name, seconds=result.seconds, reason=result.reason)

@@ -320,9 +320,7 @@ class Run:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise ValueError(
-                        f"another study is running in {str(self.directory)!r}: wait until it ends"
-                    ) from None
+                    raise ValueError(f"another study runs in {str(self.directory)!r}: wait for its end") from None
                 except OSError:
                     pass  # a file system without locks
             yield

@@ -38,7 +38,7 @@ BATCH_NORM_ROWS = 2048
 
 
 def run(directory: str | Path, device: str | None = None, accelerator: Any = None) -> None:
-    """Run the job in a directory, on its configured device or another; does nothing if it is done.
+    """Run the job in a directory, on its configured device or another, unless it is done.
 
     Failures are logged to `log.jsonl` as one sentence before they are raised. With a Hugging Face `Accelerator` every
     process calls this: all of them train, on its devices, and the main one measures and writes.
@@ -133,19 +133,16 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
     """Train the network; return the final one, and its epochs."""
     loader = job.loader
     arguments = job.arguments(net)
-    batches = len(loader) // (
-        job.accelerator.num_processes if job.accelerator else 1
-    )  # batches of this process per epoch
+    processes = job.accelerator.num_processes if job.accelerator else 1
+    batches = len(loader) // processes  # per epoch, in this process
     times = job.method.times(arguments["epochs"] * batches, job.settings)
     recorder = _resumed(job, net, times, log) if job.is_main else None
     started = time.monotonic()
 
     def log_epoch(progress: Progress) -> None:
         if progress.epoch_ended:
-            seconds = time.monotonic() - started
-            log(
-                "epoch", epoch=progress.epoch, epochs=progress.epochs, loss=plain_number(progress.loss), seconds=seconds
-            )
+            loss, seconds = plain_number(progress.loss), time.monotonic() - started
+            log("epoch", epoch=progress.epoch, epochs=progress.epochs, loss=loss, seconds=seconds)
 
     callbacks = (log_epoch,) if recorder is None else (Recording(recorder, times), log_epoch)
     history = fit(
@@ -183,11 +180,10 @@ def _sentence(error: Exception) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one job from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m multitudes.lab.study.run.worker", description="Run one job of a study."
-    )
-    parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, in which is a config.json")
-    parser.add_argument("--device", help="cpu, cuda or auto, in place of the configuration's")
+    program = "python -m multitudes.lab.study.run.worker"
+    parser = argparse.ArgumentParser(prog=program, description="Run one job of a study.")
+    parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, which contains a config.json")
+    parser.add_argument("--device", help="cpu, cuda or auto; replaces that of the configuration")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end the process without a traceback, like SIGTERM
     run(given.directory, given.device)

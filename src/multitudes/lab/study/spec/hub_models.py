@@ -157,16 +157,11 @@ class HubModel:
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a configuration recursively, without keys set by the study or keys that could reach the hub."""
-    left_out = {
-        *STUDY_KEYS,
-        *UNSAFE_KEYS,
-        *(f"_{key}" for key in UNSAFE_KEYS),
-        *(f"_{key}_internal" for key in UNSAFE_KEYS),
-    }
+    unsafe = {name for key in UNSAFE_KEYS for name in (key, f"_{key}", f"_{key}_internal")}
     return {
         key: _plain_config(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in left_out
+        if key not in STUDY_KEYS and key not in unsafe
     }
 
 

@@ -29,6 +29,7 @@ from multitudes.training.optimizers import batch_size_for
 VERSION = 1
 
 Config = dict[str, Any]
+Notify = Callable[[str], None]
 
 
 class StaleError(ValueError):
@@ -47,9 +48,7 @@ class StaleError(ValueError):
         )
 
 
-def prepare(
-    spec: Spec, out: str | Path, *, rerun_stale: bool = False, notify: Callable[[str], None] | None = None
-) -> Run:
+def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, notify: Notify | None = None) -> Run:
     """Prepare a run directory: its data, a `config.json` for each job, and `study.toml`.
 
     Checks everything before it writes: the data, that each method can be built, and that no job was run with another
@@ -60,9 +59,8 @@ def prepare(
     run = Run(out, code=None if spec.model.file is None else f"{spec.model.file}:{spec.model.name}")
     _check_folders(run, spec)
     if spec.model.file is not None:
-        notify(
-            f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)"
-        )
+        digest = file_digest(spec.model.file)[:16]
+        notify(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {digest}...)")
     hub = _hub_model(spec)
     parts, about = _data(spec, run, notify, hub)
     every, spec = not spec.methods, _resolved(spec, about, hub)
@@ -94,12 +92,10 @@ def _check_folders(run: Run, spec: Spec) -> None:
     written = [job / name for job in jobs for name in ("", "recording", "log.jsonl", "output.txt")]
     for path in [run.directory / "jobs", *written]:
         if path.is_symlink():
-            raise ValueError(
-                f"out must not contain links, {str(path)!r} is a link: remove it or choose another directory"
-            )
+            raise ValueError(f"out must not contain links, but {str(path)!r} is a link: remove it")
 
 
-def _remove_damaged(run: Run, configs: Mapping[str, Config], notify: Callable[[str], None]) -> None:
+def _remove_damaged(run: Run, configs: Mapping[str, Config], notify: Notify) -> None:
     """Rewrite damaged or missing configurations, and remove damaged results."""
     for name, config in configs.items():
         job = run.named(name)
@@ -129,9 +125,7 @@ def _config(job: Job) -> Config | None:
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def _data(
-    spec: Spec, run: Run, notify: Callable[[str], None], hub: HubModel | None = None
-) -> tuple[list[Data], dict[str, Any]]:
+def _data(spec: Spec, run: Run, notify: Notify, hub: HubModel | None) -> tuple[list[Data], dict[str, Any]]:
     """Return the data of each fold (empty if already prepared) and their description for `data.json`."""
     options = _reading_options(spec, hub)
     asked = {**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}
@@ -149,9 +143,8 @@ def _data(
     except ValueError as error:
         if hub is not None and (why := _wrong_kind(spec, hub, error)):
             raise spec.error([(("model", "name"), why)]) from error
-        raise spec.error(
-            [(("data", _first_key(error, type(spec.data).model_fields) or "source"), str(error))]
-        ) from error
+        key = _first_key(error, type(spec.data).model_fields) or "source"
+        raise spec.error([(("data", key), str(error))]) from error
     counts = torch.bincount(data.train.y, minlength=len(data.classes)).tolist() if data.classes else []
     return every or [data], {
         "request": request,
@@ -188,7 +181,7 @@ def _stamps(sources: list[str]) -> list[list[int]]:
     return stamps
 
 
-def _about(run: Run, embedded: bool, notify: Callable[[str], None]) -> dict[str, Any] | None:
+def _about(run: Run, embedded: bool, notify: Notify) -> dict[str, Any] | None:
     """Read `data.json`; None if it or the data it describes is missing or damaged."""
     try:
         about = run.about
@@ -307,7 +300,7 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str], hub: 
         raise spec.error(problems)
 
 
-def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, notify: Callable[[str], None]) -> Spec:
+def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, notify: Notify) -> Spec:
     """Drop the methods that cannot be built from this model; `notify` gets the reasons."""
     unfit = {str(place[1]): message for place, message in _unbuildable(spec, about, list(spec.methods), hub)}
     for label, message in unfit.items():
