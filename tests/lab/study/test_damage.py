@@ -16,7 +16,7 @@ from multitudes.lab.study.run.trained_network import Trained, find_job
 from multitudes.lab.study.run.worker import run as run_job
 from multitudes.lab.study.spec import planning
 from multitudes.lab.study.spec.specification import Spec
-from multitudes.training.fit import Trainer
+from tests.campaigns.damage import Stopped, stopping
 
 METHODS = {"single": {}, "packed": {"members": 2}, "snapshots": {"members": 2}}
 
@@ -175,26 +175,11 @@ def test_conclusions_from_other_results_are_not_used(folder: Path) -> None:
 # -- trainings that were interrupted -----------------------------------------------------------------------
 
 
-class Stopped(Exception):
-    """Raised instead of killing the process."""
-
-
-def interrupted(job: Job, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Interrupt a job after some steps, with a checkpoint of the last one."""
-    step = Trainer._step
-
-    def stopping(self, *given):  # type: ignore[no-untyped-def]
-        if self.state.step == steps:
-            self._look(all_of_them=True)
-            self._save()
-            raise Stopped
-        return step(self, *given)
-
+def interrupt(job: Job, steps: int) -> None:
+    """Repeat a job and interrupt it after some steps, with a checkpoint of the last one."""
     (job.directory / "metrics.json").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stopping)
-        with pytest.raises(Stopped):
-            run_job(job.directory)
+    with stopping(steps), pytest.raises(Stopped):
+        run_job(job.directory)
 
 
 RESUMED: dict[str, Callable[[Job, Job], object]] = {
@@ -214,16 +199,14 @@ RESUMED: dict[str, Callable[[Job, Job], object]] = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_damaged_training_restarts_and_ends_with_the_same_scores(
-    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_training_restarts_and_ends_with_the_same_scores(case: str, folder: Path) -> None:
     run = Run(folder / "run")
     job, want = run.job("snapshots", 0), scores(run)
     other = Job(shutil.copytree(job.directory, job.directory.with_name("snapshots-1")))
     config = read_json(job.directory / "config.json")
     planning.write_json(other.directory / "config.json", {**config, "seed": 1})
     for each in (job, other):
-        interrupted(each, monkeypatch, steps=6)
+        interrupt(each, steps=6)
     assert list((job.directory / "recording").glob("checkpoint-*"))
     RESUMED[case](job, other)
     run_job(job.directory)

@@ -299,11 +299,11 @@ def test_unreadable_models_are_refused(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "bert", tmp_path / "few")
     (tmp_path / "few" / "config.json").write_text(json.dumps({**config, "vocab_size": 5}))
     assert "has a vocabulary of 5 tokens, but the tokenizer has" in refusal(str(tmp_path / "few"))
-    assert "is for images, and" in refusal(str(place / "vit"))
+    assert "is for images, but" in refusal(str(place / "vit"))
 
 
 def test_a_model_for_another_kind_of_data_is_refused(place: Path, tmp_path: Path) -> None:
-    with says("is for texts, and digits is of kind image"):
+    with says("is for texts, but digits is of kind image"):
         prepare(Spec.of(data="digits", model=f"hf:{place / 'bert'}", methods=["single"]), tmp_path / "run")
     vit_model(tmp_path / "large", size=32, channels=3)
     with says("is for images of 3 channels and 32 x 32 pixels, got 1 x 8 x 8"):
@@ -313,7 +313,7 @@ def test_a_model_for_another_kind_of_data_is_refused(place: Path, tmp_path: Path
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "images" / "a").mkdir(parents=True)
     image.new("L", (8, 8)).save(tmp_path / "images" / "a" / "1.png")
-    with says("is for texts, and"):
+    with says("is for texts, but"):
         prepare(Spec.of(data=tmp_path / "images", model=f"hf:{place / 'bert'}", methods=["single"]), tmp_path / "run")
     with says("is not for texts: take a Hugging Face model"):
         own = spec(place, tokenizer=str(place / "bert"))
@@ -412,7 +412,7 @@ def test_texts_can_have_folds_and_be_prepared_before(place: Path, tmp_path: Path
     own = Spec.of(data=tmp_path / "texts.mtdata", model=f"hf:{tmp_path / 'changed'}", methods=["single"])
     with says("source was prepared with another tokenizer than that of"):
         prepare(own, tmp_path / "other")
-    with says("model must be a Hugging Face model, hf:FOLDER, for texts; got none"):
+    with says("model must be a Hugging Face model, hf:FOLDER, for texts, but none is given"):
         prepare(Spec.of(data=tmp_path / "texts.mtdata", methods=["single"]), tmp_path / "third")
 
 

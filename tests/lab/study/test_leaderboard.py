@@ -189,7 +189,8 @@ def paired_row(name: str, rows: np.ndarray, score: str = "nll", seeds: int | Non
 def test_one_seed_gives_students_paired_test_over_rows() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.random((2, 1, 50))
-    found = Comparison([paired_row("a", a), paired_row("b", b)], "nll").difference(paired_row("a", a), paired_row("b", b))
+    rows = paired_row("a", a), paired_row("b", b)
+    found = Comparison(rows, "nll").difference(*rows)
     assert found is not None
     expected = stats.ttest_rel(a[0], b[0])
     assert found.interval() == pytest.approx(tuple(expected.confidence_interval(0.95)))

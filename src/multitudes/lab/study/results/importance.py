@@ -90,11 +90,9 @@ def importance_sentence(table: Mapping[str, Any]) -> str:
     """
     label, own = next(iter((table.get("methods") or {}).items()), ("", {"columns": {}}))
     means = {name: statistics.fmean(each["score"]) for name, each in own["columns"].items()}
-    changes = [
-        f"{name} (accuracy −{100 * mean:.2g} points)" if table["score"] == "accuracy" else f"{name} (RMSE +{mean:.2g})"
-        for name, mean in list(means.items())[:3]
-        if mean > 0
-    ]
+    form = "{} (accuracy −{:.2g} points)" if table.get("score") == "accuracy" else "{} (RMSE +{:.2g})"
+    scale = 100 if table.get("score") == "accuracy" else 1
+    changes = [form.format(name, scale * mean) for name, mean in list(means.items())[:3] if mean > 0]
     if not changes:
         return ""
     return f"Most important columns for {label}, with the effect of shuffling each: {', '.join(changes)}."

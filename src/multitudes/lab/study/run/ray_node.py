@@ -91,7 +91,7 @@ def work(
         for file, content in files.items():
             write_atomically(job.directory / file, content)
         driver = Driver(LOCAL, {"jobs": [str(job.directory)], "slots": [environment], "command": command}, environment)
-        stopped, seconds, reason = False, 0.0, ""
+        stopped, seconds, reason = False, 0.0, "its driver was stopped"
         answer, reported = None, -REPORT
         try:
             for message in driver.messages():
