@@ -89,22 +89,17 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_that_reads_a_run_executes_its_code(
-    command: str, foreign: Path, made: tuple[Path, Path, Path], elsewhere: Path
-) -> None:
-    error = refuses(command, *COMMANDS[command])
-    assert "build of net-" in error and "--model-file FILE.py" in error
-    job = Run(foreign).jobs[0]
-    rewritten(job, model={**job.config["model"], "file": str(made[1])})  # type: ignore[index]
-    refuses(command, *COMMANDS[command])
-    assert not made[2].exists()
-
-
-def test_reports_execute_no_code(foreign: Path, made: tuple[Path, Path, Path]) -> None:
-    says("report", "foreign")
+def test_no_command_that_reads_a_run_executes_its_code(foreign: Path, made: tuple[Path, Path, Path]) -> None:
+    for command, arguments in COMMANDS.items():
+        error = refuses(command, *arguments)
+        assert "build of net-" in error and "--model-file FILE.py" in error
     with pytest.raises(ValueError, match="--model-file FILE.py"):
         write_landscape(Run(foreign))
+    says("report", "foreign")
+    job = Run(foreign).jobs[0]
+    rewritten(job, model={**job.config["model"], "file": str(made[1])})  # type: ignore[index]
+    for command, arguments in COMMANDS.items():
+        refuses(command, *arguments)
     assert not made[2].exists()
 
 
@@ -116,15 +111,12 @@ def test_code_named_by_the_user_is_executed(foreign: Path, made: tuple[Path, Pat
         assert type(Trained.read(foreign, model_file=given).net).__name__ in ("Members", "Calibrated")
         assert mark.exists()
     assert "nll" in says("evaluate", "foreign", "--model-file", file).out
-    assert "net.py' has no function 'make'" in refuses("evaluate", "foreign", "--model-file", f"{file}:make")
-    assert "'none.py', which does not exist" in refuses("evaluate", "foreign", "--model-file", "none.py")
-
-
-def test_code_that_differs_from_the_training_gives_a_warning(foreign: Path, made: tuple[Path, Path, Path]) -> None:
     other = foreign.parent / "other.py"
-    other.write_text(made[1].read_text() + "# changed\n")
+    other.write_text(file.read_text() + "# changed\n")
     with pytest.warns(UserWarning, match=r"other\.py is not the file that deep-0 was trained with"):
         Trained.read(foreign, model_file=str(other))
+    assert "net.py' has no function 'make'" in refuses("evaluate", "foreign", "--model-file", f"{file}:make")
+    assert "'none.py', which does not exist" in refuses("evaluate", "foreign", "--model-file", "none.py")
 
 
 def test_code_named_by_the_study_file_of_a_run_is_refused(foreign: Path, made: tuple[Path, Path, Path]) -> None:

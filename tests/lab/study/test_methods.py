@@ -256,9 +256,6 @@ def test_defaults_are_plain_values_and_copies() -> None:
         assert json.loads(json.dumps(defaults(shape))) == defaults(shape)
     defaults((4,))["training"]["epochs"] = 1
     assert defaults((4,))["training"]["epochs"] > 1
-
-
-def test_a_gaussian_head_has_a_mean_and_a_raw_variance() -> None:
     assert (outputs_of("classification", 10), outputs_of("regression", 1)) == (10, 2)
 
 
