@@ -258,17 +258,21 @@ class _Answer:
         level = level_with_best(self.rows, self.name)
         top = level[0]
         names = [row.name for row in level[1:]]
-        others = f"{len(names)} of the other {len(self.methods) - 1} methods are" if len(names) > 3 else _listed(names)
-        verb = "" if len(names) > 3 else (" are" if len(names) > 1 else " is")
         known = all(self.comparison.difference(row, top) for row in self.methods if row is not top)
-        beside = f"; {others}{verb} not significantly worse" if names else ", and all others are worse" if known else ""
+        others = ""
+        if len(names) > 3:
+            others = f"; {len(names)} of the other {len(self.methods) - 1} methods are not significantly worse"
+        elif names:
+            others = f"; {_listed(names)} {'are' if len(names) > 1 else 'is'} not significantly worse"
+        elif known:
+            others = "; all others are significantly worse"
         few, many = self.seeds[0], self.seeds[-1]
         seeds = plural(few, self.unit) if few == many else f"{few} to {many} {self.unit}s"
-        one_seed = "; differences between two trainings of a method are not included" if self.seeds[-1] == 1 else ""
+        one_seed = "; differences between two trainings of a method are not included" if many == 1 else ""
         return (
-            f"{top.name} is the best by {self.title} ({self.score(top)}){beside}.",
-            f"Confidence is 95 % for all methods of a budget together (Bonferroni), over {seeds} and "
-            f"{self.test_rows:,} test rows{one_seed}.",
+            f"{top.name} is the best by {self.title} ({self.score(top)}){others}.",
+            f"Significant means with 95 % confidence, jointly for all methods of a budget (Bonferroni), "
+            f"over {seeds} and {self.test_rows:,} test rows{one_seed}.",
         )
 
     def warnings(self) -> tuple[str, ...]:
