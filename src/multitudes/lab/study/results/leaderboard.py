@@ -35,7 +35,9 @@ def leaderboard(run: Run, by: str | None = None) -> list[Row]:
     methods: dict[str, list[Job]] = {}
     for job in run.done:
         methods.setdefault(job.label, []).append(job)
-    times, folds, overlap = (run.times or {}).get("methods", {}), tuple(run.folds), _overlap(run)
+    times, folds, parts = (run.times or {}).get("methods", {}), tuple(run.folds), (run.about or {}).get("parts") or {}
+    rest = parts.get("train", 0) + parts.get("validation", 0)
+    overlap = float(parts.get("test", 0) / rest) if folds and rest else 0.0
     rows = []
     for label, jobs in methods.items():
         tables = [_numbers(job.metrics) for job in jobs]
@@ -73,13 +75,6 @@ def _value(each: Sequence[tuple[float, int]], folded: bool) -> Value:
     """Build a value from numbers and counts; folds have disjoint test rows, so their counts add up."""
     values, counts = zip(*each, strict=True)
     return Value(values, sum(counts) if folded else counts[0])
-
-
-def _overlap(run: Run) -> float:
-    """Return the number of test rows in a fold per remaining row; 0 without folds."""
-    parts = (run.about or {}).get("parts") or {}
-    rest = parts.get("train", 0) + parts.get("validation", 0)
-    return float(parts.get("test", 0) / rest) if run.folds and rest else 0.0
 
 
 def _baselines(run: Run, folds: tuple[int, ...], overlap: float) -> list[Row]:

@@ -209,7 +209,8 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
             return data.normalised(given[IMAGE])
 
         return Raw({IMAGE: x}, pixels, mean=data.target_mean, std=data.target_std, about=about)
-    example = dict(zip((feature.column for feature in encoder.features), _restored(encoder, x), strict=True))
+    parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
+    example = {feature.column: feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)}
 
     def features(given: Mapping[str, Tensor]) -> Tensor:
         x = features_of(encoder.features, [given[feature.column] for feature in encoder.features])
@@ -217,9 +218,3 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
 
     texts = {each.column: each.numbers() for each in encoder.features if isinstance(each, Category)}
     return Raw(example, features, texts, data.target_mean, data.target_std, about)
-
-
-def _restored(encoder: TableEncoder, x: Tensor) -> list[Tensor]:
-    """Invert the features `[N, F]` into raw columns."""
-    parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
-    return [feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)]
