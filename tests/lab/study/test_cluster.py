@@ -208,7 +208,7 @@ def test_a_lost_head_ends_the_study_and_keeps_finished_jobs(make, tmp_path, two_
 
 @pytest.mark.slow
 def test_ctrl_c_returns_the_trainings_and_the_study_continues_locally(make, tmp_path, two_nodes):
-    spec = make(methods=["single", "mc_dropout"], seeds=1, epochs=1000, patience=0)
+    spec = make(methods=["single", "mc_dropout"], seeds=1, epochs=1500, patience=0)
     run, undisturbed = prepare(spec, tmp_path / "run"), prepare(spec, tmp_path / "undisturbed")
 
     def stop(snapshot):
