@@ -16,7 +16,7 @@ export ONEDNN_MAX_CPU_ISA
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test slow check format demo results clean
+.PHONY: help env test slow campaign check format demo results clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,10 +31,13 @@ $(STAMP): pyproject.toml constraints.txt tests/judges.txt
 	@touch $@
 
 test: env ## run the test suite, without the slow tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not campaign"
 
 slow: env ## run the slow tests only
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not campaign"
+
+campaign: env ## run the campaigns: hundreds of random networks, damaged files, kills; takes hours
+	$(PYTEST) -m campaign
 
 check: env ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -13,8 +13,7 @@ from pathlib import Path
 from multitudes.lab.study.run.execution import run_cluster
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
-from tests.lab.study.ray_nodes import nodes
-from tests.lab.study.study_cases import write_table
+from tests.lab.study.study_cases import nodes, write_table
 
 
 def main(count: int) -> None:

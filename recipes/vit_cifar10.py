@@ -143,7 +143,9 @@ def costs_piece(recipe: Recipe) -> dict[str, Any]:
     x, y = next(iter(Loader(data.train, data, scale.batch, device, seed=0)))
     how = {key: value for key, value in training(recipe).items() if key not in ("epochs", "warmup", "compile")}
     steps = {name: costs.TrainingStep(net, x, y, lambda net: how) for name, net in nets.items()}
-    predicting = {name: costs.Prediction(net, x, len(x)) for name, net in (nets | {"laplace": approximated}).items()}
+    predicting = {
+        name: costs.TimedPrediction(net, x, len(x)) for name, net in (nets | {"laplace": approximated}).items()
+    }
     found = {
         "training": in_turns({name: step.seconds for name, step in steps.items()}, "single"),
         "inference": in_turns({name: each.seconds for name, each in predicting.items()}, "single"),

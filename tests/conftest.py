@@ -1,4 +1,4 @@
-"""Settings of all tests, and the mark `quick(count)`: only the first cases of a test belong to the quick suite."""
+"""Settings of all tests. Only the first cases of a test marked `quick(count)` are quick; `campaign` implies `slow`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
+        if item.get_closest_marker("campaign") is not None:
+            item.add_marker(pytest.mark.slow)
         if (mark := item.get_closest_marker("quick")) is not None:
             name = f"{item.path}::{item.originalname}"
             seen[name] += 1

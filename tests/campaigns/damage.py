@@ -55,7 +55,7 @@ CONCLUSIONS: dict[str, Callable[[Run], Any]] = {
     "baselines.json": lambda run: run.baselines,
     "landscape.json": lambda run: run.read_table("landscape.json"),
 }
-"""What is made from all jobs, and how it is read."""
+"""Readers of the files that are made from all jobs."""
 
 
 class Stopped(Exception):
@@ -64,7 +64,7 @@ class Stopped(Exception):
 
 @contextmanager
 def stopping(steps: int) -> Iterator[None]:
-    """Inside, a training ends after so many steps, with a checkpoint of the last."""
+    """Stop a training after some steps, with a checkpoint of the last one, inside the context."""
     step = Trainer._step
 
     def stop(self: Any, *given: Any) -> Any:
@@ -150,7 +150,7 @@ class Campaign:
         return f"{file} {how}", wrong
 
     def _read(self, run: Run, file: Path, wrong: list[str]) -> None:
-        """What reading commands do: right numbers, or one sentence."""
+        """Read the copy: numbers must be right, or the error one sentence."""
 
         def attempt(read: Callable[[], object]) -> None:
             try:
@@ -181,7 +181,7 @@ class Campaign:
             attempt(lambda name=name: answers(run.named(name)))
 
     def _run_again(self, copy: Path, file: Path, wrong: list[str]) -> None:
-        """What the same command does: the same results at the end, and nothing done again that was whole."""
+        """Run the study again: results must be the same, and no intact job may be repeated."""
         others = {name for name in self.scores if name not in file.parts}
         before = {name: self._time(copy, name) for name in others}
         run = self._prepared(copy)
@@ -220,7 +220,7 @@ def _flip(path: Path, whole: Path, dice: random.Random) -> None:
 
 
 def _swap(path: Path, whole: Path, dice: random.Random) -> None:
-    """With another file that is whole: of the same name if there is one, or else of the same kind."""
+    """Replace a file by another intact one, of the same name or else of the same type."""
     content = path.read_bytes()
     others = [each for each in whole.rglob(f"*{path.suffix}") if each.is_file() and each.read_bytes() != content]
     same = [each for each in others if each.name == path.name]
@@ -238,7 +238,7 @@ DAMAGE: dict[str, Callable[[Path, Path, random.Random], object]] = {
 
 
 def campaign(count: int, seed: int, folder: Path, show: Callable[[str], object] = print) -> Counter[str]:
-    """How many of so many cases went wrong, and in which way."""
+    """Run damage cases and count them by kind of damage and of fault."""
     damaged, found = Campaign(folder), Counter[str]()
     for number in range(count):
         what, wrong = damaged.case(random.Random(f"{seed} {number}"))

@@ -49,7 +49,7 @@ SCRAPS = [
 
 
 def mutated(content: bytes, dice: Dice) -> bytes:
-    """With a few bytes flipped, cut, doubled, moved, or replaced by scraps."""
+    """Flip, cut, double, move or replace a few bytes."""
     for _ in range(dice.choice((1, 1, 2, 3, 8))):
         at, to = sorted(dice.randrange(len(content) + 1) for _ in range(2))
         to = min(to, at + dice.choice((1, 4, 40)))
@@ -225,7 +225,7 @@ class Arrays:
         return path
 
     def _claiming(self, dice: Dice) -> bytes:
-        """An archive whose headers claim other arrays than there are."""
+        """Return an archive whose headers do not match its arrays."""
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             for name in ("X.npy", "y.npy"):
@@ -267,7 +267,7 @@ class Images:
 
 
 class Networks:
-    """What `mt.save` writes, with another header and a checksum that fits, or with other bytes."""
+    """Files of `mt.save` with a changed header and a valid checksum, or with changed bytes."""
 
     def __init__(self) -> None:
         plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 2))
@@ -297,8 +297,8 @@ class Parquets:
         table = pyarrow.table({"a": [0.5 * row for row in range(30)], "b": list("xyz" * 10), "y": [0, 1, 2] * 10})
         if dice.random() < 0.5:
             features = changed({"y": {"names": ["no", "yes", "so"], "_type": "ClassLabel"}, "a": {"dtype": "x"}}, dice)
-            told = dice.choice([json.dumps({"info": {"features": features}}), "{", "3", "[]", '{"info": 3}'])
-            table = table.replace_schema_metadata({"huggingface": told})
+            metadata = dice.choice([json.dumps({"info": {"features": features}}), "{", "3", "[]", '{"info": 3}'])
+            table = table.replace_schema_metadata({"huggingface": metadata})
         file = io.BytesIO()
         pyarrow.parquet.write_table(table, file)
         path.write_bytes(mutated(file.getvalue(), dice) if dice.random() < 0.7 else file.getvalue())
@@ -381,7 +381,7 @@ def outcome(read: Callable[[], object]) -> str:
 
 
 def fuzz(kind: str, count: int, seed: int, folder: Path) -> Counter[str]:
-    """How reading so many mutated files of a kind ended."""
+    """Read mutated files of a kind and count the outcomes."""
     make, name = KINDS[kind]
     files, found = make(), Counter[str]()
     for number in range(count):

@@ -16,11 +16,11 @@ WIDTH = 8
 """The width of what goes from block to block: `[B, 8]`, `[B, T, 8]` or `[B, 8, H, W]`."""
 
 BLOCKS: dict[str, list[Block]] = {"rows": [], "sequences": [], "maps": []}
-"""The blocks by what they read and give: anything whose features are last, `[B, T, 8]`, or `[B, 8, H, W]`."""
+"""Blocks by the form of their inputs and outputs: features last, `[B, T, 8]`, or `[B, 8, H, W]`."""
 
 
 PLAIN: dict[str, list[Block]] = {"rows": [], "sequences": [], "maps": []}
-"""Those of them that most networks are made of, by the same forms."""
+"""Common blocks, by the same forms."""
 
 
 def block(*forms: str, plain: bool = False) -> Callable[[Block], Block]:

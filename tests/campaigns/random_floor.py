@@ -1,4 +1,4 @@
-"""How many random networks must at least be right: a library that refuses everything is neither wrong nor of use.
+"""Minimum number of random networks that must be right, since a library that refuses everything is never wrong.
 
 Counts are by method, over its runners, so that runners may change their names: those of the best runner, and all added
 up. They may rise. One that falls needs a reason in the changelog.
@@ -17,7 +17,7 @@ CAMPAIGN = range(1000)
 """The networks of the campaign, for which `FLOORS` is."""
 
 FEW = range(10)
-"""The networks of the quick sample, of which each method takes a quarter."""
+"""Networks of the quick sample; each method takes a quarter of them."""
 
 
 class Floor(NamedTuple):
@@ -62,7 +62,7 @@ def sample(method: str) -> list[int]:
 
 
 def below(right: Mapping[tuple[str, str], int], floors: Mapping[str, Floor]) -> list[str]:
-    """The methods of which too few networks are right, `right` by method and runner, each in a sentence.
+    """Return a sentence per method with too few right networks; `right` counts by method and runner.
 
     >>> below({("packed", "loop"): 3, ("packed", "vmapped"): 2}, {"packed": Floor(best=3, all=7)})
     ['packed: 5 right by all runners, at least 7 must be']

@@ -29,15 +29,15 @@ MEMBERS = 2
 RATE = 0.02
 STEPS = 2
 OUTPUT = "multitudes_output"
-"""What `mt.Multitude(model, output=...)` notes on the network that it wraps, as its user asks for."""
+"""Attributes that `mt.Multitude(model, output=...)` sets on the network it wraps."""
 
 
 class Wrong(Exception):
-    """What a multitude got wrong."""
+    """Raised if a multitude computes something wrong."""
 
 
 class Verdict(NamedTuple):
-    """What became of one network under one method and runner."""
+    """Verdict on one network under one method and runner."""
 
     kind: str
     why: str
@@ -57,7 +57,7 @@ def judged(check: Callable[[], None]) -> Verdict:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the library itself raised a `ValueError` for a reason that can be true: the network itself takes `x`."""
+    """Return whether an error is a refusal: a `ValueError` raised by the library for a network that takes `x`."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     blames_input = str(error).startswith("x of shape") and "does not fit the network" in str(error)
     return isinstance(error, ValueError) and raised_in.startswith(LIBRARY) and not blames_input
@@ -125,7 +125,7 @@ def _image_of(model: nn.Module) -> dict[str, Any]:
 
 
 def frozen_is_kept(case: Case, members: list[nn.Module]) -> None:
-    """What was frozen has its values in every member."""
+    """Check that frozen parameters keep their values in every member."""
     for name, parameter in case.model.named_parameters():
         if parameter.requires_grad:
             continue
@@ -149,7 +149,7 @@ def saved_and_loaded(net: mt.Multitude, case: Case, **options: Any) -> None:
 
 
 def is_constant(of: Case) -> bool:
-    """Whether the network's answer does not depend on its input."""
+    """Return whether the prediction does not depend on the input."""
     first = next(iter(of.x.values())) if isinstance(of.x, dict) else of.x[0] if isinstance(of.x, tuple) else of.x
     before = first.clone()
     want = run(of.model.eval(), of.x)
@@ -231,7 +231,7 @@ def judge_noise_of_members(net: mt.Members, case: Case, runner: str, tries: int 
 
 
 def _varies(model: nn.Module, case: Case) -> bool:
-    """Whether a network's answer is another the second time, from the same buffers and counters."""
+    """Return whether a second prediction from the same buffers and counters differs."""
     state = _moving(model)
     one = run(model, case.x)
     _restore(model, state)
@@ -284,7 +284,7 @@ def _judge_shared_training(net: mt.Multitude, case: Case, when: str) -> None:
 
 
 def _slopes(net: mt.Multitude, case: Case, state: list[tuple[nn.Module, str, Any]]) -> tuple[Tensor, Tensor]:
-    """How steep the loss is in a random direction, by the gradient that `net` has, and by its members' own gradients.
+    """Return the slope of the loss in a random direction, by the gradient of `net` and by those of its members.
 
     How a member's weights move as the network's do is taken from `member` of the network moved a little.
     """

@@ -125,7 +125,7 @@ def _shared(build: Callable[[Case, str], mt.Multitude]) -> Check:
 
 
 def _frozen_is_somewhere(of: Case, net: mt.Multitude) -> None:
-    """What was frozen is among the network's tensors and frozen, as it was or once a member, unless cut to size."""
+    """Check that frozen parameters stay frozen, whole or once per member, unless they were narrowed."""
     tensors = [t for t in (*net.parameters(), *net.buffers()) if not t.is_sparse]
     for name, parameter in of.model.named_parameters():
         each = parameter.expand(net.members, *parameter.shape)
@@ -190,7 +190,7 @@ def _judge_draws(net: mt.Multitude, of: Case) -> Tensor:
 
 
 def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module, tolerance: float = 1e-6) -> None:
-    """With noise that vanishes, the network computes what `model` does, in both modes, and learns alike."""
+    """Check that without noise the network has the predictions and gradients of `model` in both modes."""
     with torch.no_grad():
         want = run(model.eval(), of.x)
         for index, draw in enumerate(net.eval()(of.x, draws=3, seed=1)):
@@ -212,7 +212,7 @@ def _judge_vanishing(net: mt.Multitude, of: Case, model: nn.Module, tolerance: f
 
 
 def _holds(model: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether a model's parameter of that name is this one, neither one of several components nor turned."""
+    """Return whether a parameter is the model's of that name, neither one of several components nor transposed."""
     own = dict(model.named_parameters()).get(name)
     return own is not None and torch.equal(own, parameter)
 
@@ -410,5 +410,5 @@ ROWS = [(m, r) for m in CHECKS for r in (RUNNERS if m in INDEPENDENT else ("",))
 
 
 def verdict(number: int, method: str, runner: str = "") -> Verdict:
-    """What becomes of random network `number` under a method and, where members are independent, a runner."""
+    """Judge a random network under a method and, if members are independent, a runner."""
     return judged(lambda: CHECKS[method](partial(case, number), runner))

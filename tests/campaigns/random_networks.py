@@ -90,7 +90,7 @@ class SequenceFirst(Network):
 
 
 class Video(Network):
-    """Called with `[B, T, C, H, W]`, whose frames go through the blocks time-major, `[T*B, C, H, W]`."""
+    """Network for `[B, T, C, H, W]` whose blocks get the frames time-major, `[T*B, C, H, W]`."""
 
     def forward(self, x: Tensor) -> Any:
         frames = x.transpose(0, 1)
@@ -207,7 +207,7 @@ class Case:
 
 @contextmanager
 def in_double(seed: int) -> Iterator[None]:
-    """Whatever is made here is float64, and from this seed."""
+    """Use float64 and this seed inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -219,7 +219,7 @@ def in_double(seed: int) -> Iterator[None]:
 
 
 def run(model: nn.Module, x: Any) -> Tensor:
-    """Call a network as its user would, and read the prediction; written apart from the library."""
+    """Call a network as a user would and read the prediction, independently of the library."""
     if isinstance(x, dict) and not isinstance(model, OfBatch):
         output = model(**x)
     else:
@@ -232,7 +232,7 @@ def run(model: nn.Module, x: Any) -> Tensor:
 
 
 def case(number: int, noise: Sequence[int] | None = None, weights: int = 0) -> Case:
-    """Random network `number`, with all its `noise` or only some of its dropouts; other `weights` are drawn anew."""
+    """Build a random network, with all its `noise` or only some dropouts; `weights` seeds other weights."""
     dice = Dice(number, noise)
     with in_double(1_000_003 * weights + number):
         kind = dice.one(list(INPUTS))

@@ -104,7 +104,7 @@ def own_attention(dice: Dice) -> nn.Module:
 
 
 class LearnedQueries(nn.Module):
-    """Queries that are parameters, for the whole batch alike, which attend to the sequence."""
+    """Learned queries, shared by the batch, that attend to the sequence."""
 
     def __init__(self, dice: Dice) -> None:
         super().__init__()

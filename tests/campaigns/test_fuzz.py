@@ -1,4 +1,4 @@
-"""Whatever is in a file, reading it gives what it should, or one sentence that says what is wrong."""
+"""Reading a mutated file returns its content or raises one sentence that says what is wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tests.campaigns.fuzz import KINDS, fuzz, outcome
 ODD = (-1, 0, 1, 2.5, 1e9, 10**6, 10**20, "x", [], [1], "", True)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_mutated_files_are_read_or_refused(kind: str, tmp_path: Path) -> None:
-    found = fuzz(kind, 1000, 0, tmp_path)
-    assert found["read"] and found["refused"] and found.keys() == {"read", "refused"}, found
+def test_mutated_files_are_read_or_refused(kind: str, count: int, tmp_path: Path) -> None:
+    found = fuzz(kind, count, 0, tmp_path)
+    assert found.keys() <= {"read", "refused"}, found
+    assert count < 100 or (found["read"] and found["refused"])
 
 
 @pytest.mark.slow
@@ -33,8 +34,3 @@ def test_odd_settings_are_built_or_refused(name: str) -> None:
             check_methods(spec.resolved((1, 8, 8)), about, [name])
 
         assert outcome(build) in ("read", "refused"), (key, value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_mutated_files_are_read_or_refused(kind: str, tmp_path: Path) -> None:
-    assert fuzz(kind, 40, 1, tmp_path).keys() <= {"read", "refused"}

@@ -1,6 +1,6 @@
-"""A hundred kills at random moments, of studies and of their processes: nothing is lost, wrong, left over or hangs.
+"""Kill studies and their processes at random moments: nothing is lost, different, left over or hangs.
 
-pytest tests/campaigns/test_kills.py -m slow -s     # prints the counts
+pytest tests/campaigns/test_kills.py -m campaign -s     # prints the counts
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import pytest
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
-from tests.lab.study.ray_nodes import folders_left, nodes
-from tests.lab.study.study_cases import write_table
-from tests.lab.study.test_faults import processes, results
+from tests.lab.study.study_cases import folders_left, nodes, write_table
+from tests.lab.study.test_interruptions import processes, results
 
 KILLS = {"local": 70, "ray": 30}
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-BAD = ("lost finished work", "wrong results", "tracebacks shown", "hangs", "orphans", "temporary folders left")
-"""What is counted, and must be 0."""
+RAY_NAMES = ("ray::work", "ray::IDLE", "ray::SharedStat")  # Linux cuts names to 15 characters
+FAULTS = (
+    "lost finished work", "jobs not done", "different results", "exit code 0 without all jobs", "tracebacks shown",
+    "hangs", "orphans", "temporary folders left",
+)  # fmt: skip
+"""Counts that must be 0."""
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the processes are looked up in /proc"),
+    pytest.mark.campaign,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc"),
 ]
 
 STUDY = """
@@ -47,42 +50,40 @@ epochs = 150
 
 
 class Campaign:
-    """A study that is disturbed and started again until it is done, in rounds until there were enough kills."""
+    """Disturb a study and start it again until it is done, in rounds, until there were enough kills."""
 
     def __init__(
         self, folder: Path, options: list[str], dice: random.Random, elsewhere: Callable[[], list[int]] = list
     ) -> None:
         self.folder, self.options, self.dice = folder, options, dice
         self.elsewhere = elsewhere
-        """The processes of a study that are not below its own."""
-        self.counts: Counter[str] = Counter(dict.fromkeys(("kills", *BAD), 0))
-        self.spec = folder / "study.toml"
+        """Lists the processes of a study that are not its descendants."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(("kills", *FAULTS), 0))
+        self.spec, self.output = folder / "study.toml", folder / "output.txt"
         self.spec.write_text(STUDY.format(table=write_table(folder)))
-        self.whole = prepare(Spec.load(self.spec), folder / "whole")
-        self._study(self.whole.directory, []).wait(timeout=900)
-        assert not self.whole.missing, "the study that nobody disturbs"
+        self.undisturbed = prepare(Spec.load(self.spec), folder / "undisturbed")
+        assert self._start(self.undisturbed, []).wait(timeout=900) == 0 and not self.undisturbed.missing
 
     def run(self, kills: int) -> Counter[str]:
-        """Until so many were killed, and the last round is done."""
         rounds = 0
         while self.counts["kills"] < kills:
             rounds += 1
             run = Run(self.folder / f"round-{rounds}")
-            undisturbed = 0
-            while not self._once(run, kills) and undisturbed < 3:
-                undisturbed += self.counts["kills"] >= kills
+            last_tries = 0
+            while not self._run_once(run, kills) and last_tries < 3:
+                last_tries += self.counts["kills"] >= kills
             self._compare(run)
         return self.counts
 
-    def _study(self, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "multitudes", "compare", str(self.spec), "--out", str(out), *options]
-        with (self.folder / "said.txt").open("ab") as said:
-            return subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+    def _start(self, run: Run, options: list[str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "multitudes", "compare", str(self.spec), "--out", str(run.directory), *options]
+        with self.output.open("ab") as output:
+            return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 
-    def _once(self, run: Run, kills: int) -> bool:
-        """Start the study and disturb it at random until it ends; whether it has ended by itself, and well."""
-        before = self._done(run)
-        study = self._study(run.directory, self.options)
+    def _run_once(self, run: Run, kills: int) -> bool:
+        """Start the study and disturb it at random until it ends; return whether its exit code is 0."""
+        before = self._finished(run)
+        study = self._start(run, self.options)
         seen: set[int] = set()
         deadline = time.monotonic() + 600
         while study.poll() is None and self.counts["kills"] < kills:
@@ -98,40 +99,42 @@ class Campaign:
             self.counts["hangs"] += 1
             study.kill()
             study.wait()
-        self._look_for_orphans(seen)
-        self.counts["lost finished work"] += sum(self._done(run).get(name) != what for name, what in before.items())
+        self._count_orphans(seen)
+        after = self._finished(run)
+        self.counts["lost finished work"] += sum(after.get(name) != content for name, content in before.items())
+        self.counts["exit code 0 without all jobs"] += study.returncode == 0 and bool(run.missing)
         return study.returncode == 0
 
-    def _kill(self, study: subprocess.Popen[bytes], below: list[int]) -> bool:
-        """Send a signal to the study, or to one of the processes below it; whether it was the study."""
-        whole = not below or self.dice.random() < 0.25
-        victim = study.pid if whole else self.dice.choice(below)
+    def _kill(self, study: subprocess.Popen[bytes], others: list[int]) -> bool:
+        """Send a signal to the study or to one of its other processes; return whether it was the study."""
+        itself = not others or self.dice.random() < 0.25
+        victim = study.pid if itself else self.dice.choice(others)
         try:
             os.kill(victim, self.dice.choice(SIGNALS))
         except ProcessLookupError:
             return False
         self.counts["kills"] += 1
-        return whole
+        return itself
 
-    def _done(self, run: Run) -> dict[str, bytes]:
-        """The results that are there, by job."""
+    def _finished(self, run: Run) -> dict[str, bytes]:
         return {path.parent.name: path.read_bytes() for path in run.directory.glob("jobs/*/metrics.json")}
 
-    def _look_for_orphans(self, seen: set[int]) -> None:
+    def _count_orphans(self, seen: set[int]) -> None:
         deadline = time.monotonic() + 30
         while (left := {pid for pid in seen if _is_ours(pid)}) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.counts["orphans"] += len(left)
 
     def _compare(self, run: Run) -> None:
-        for one, other in zip(run.jobs, self.whole.jobs, strict=True):
-            self.counts["wrong results"] += not one.done or results(one) != results(other)
-        self.counts["tracebacks shown"] += (self.folder / "said.txt").read_text().count("Traceback")
-        (self.folder / "said.txt").write_text("")
+        for job, expected in zip(run.jobs, self.undisturbed.jobs, strict=True):
+            self.counts["jobs not done"] += not job.done
+            self.counts["different results"] += job.done and results(job) != results(expected)
+        self.counts["tracebacks shown"] += self.output.read_text().count("Traceback")
+        self.output.write_text("")
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether it still runs; one that nobody has waited for has no command line."""
+    """Return whether a process still runs; a zombie has no command line."""
     try:
         return "multitudes" in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
@@ -139,9 +142,8 @@ def _is_ours(pid: int) -> bool:
 
 
 def _workers() -> list[int]:
-    """The workers of Ray on this machine, and the jobs below them."""
-    below = processes(os.getpid())
-    tasks = [pid for pid, name in below.items() if name in ("ray::work", "ray::IDLE", "ray::Board")]
+    """List Ray's workers on this machine and their jobs."""
+    tasks = [pid for pid, name in processes(os.getpid()).items() if name in RAY_NAMES]
     return sorted({*tasks, *(job for task in tasks for job in processes(task))})
 
 
@@ -159,4 +161,4 @@ def test_kills_at_random_moments_cost_nothing_but_time(place, tmp_path):
                 time.sleep(0.5)
             counts["temporary folders left"] = len(folders_left())
     print(f"\n{place}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
-    assert counts["kills"] >= KILLS[place] and not any(counts[name] for name in BAD), counts
+    assert counts["kills"] >= KILLS[place] and not any(counts[name] for name in FAULTS), counts

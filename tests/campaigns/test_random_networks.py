@@ -1,4 +1,4 @@
-"""A sample of random networks through every method and runner; `benchmarks/random_networks.py` takes a thousand."""
+"""Random networks through every method and runner: a sample and a campaign, and tests of the judge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = ("crashed", "wrong")
 
 
 def check_sample(method: str) -> None:
-    """Each of a method's networks in the sample is right or refused, and no fewer are right than before."""
+    """Check that each network of a method's sample is right or refused, and that enough are right."""
     rows = [row for row in ROWS if row[0] == method]
     verdicts = {(number, *row): verdict(number, *row) for number in sample(method) for row in rows}
     bad = [f"{number} {runner}: {v.kind}: {v.why}" for (number, _, runner), v in verdicts.items() if v.kind in BAD]
@@ -39,7 +39,7 @@ def test_every_method_is_right_or_refuses(method: str) -> None:
     check_sample(method)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("number", MANY)
 def test_every_method_is_right_or_refuses_many_more(number: int) -> None:
     verdicts = {row: verdict(number, *row) for row in ROWS}
@@ -63,7 +63,7 @@ def test_the_page_is_not_below_the_floor() -> None:
 
 
 def campaign(monkeypatch: pytest.MonkeyPatch, kind: str, *options: str) -> int:
-    """The exit code of the campaign where every network is of one kind."""
+    """Return the exit code of the campaign if every network gets the same verdict."""
     monkeypatch.setattr(random_networks, "verdicts", lambda number, methods: dict.fromkeys(ROWS, Verdict(kind, "")))
     monkeypatch.setattr(sys, "argv", ["random_networks", *options])
     with pytest.raises(SystemExit) as ended:
@@ -73,8 +73,8 @@ def campaign(monkeypatch: pytest.MonkeyPatch, kind: str, *options: str) -> int:
 
 def test_a_library_that_refuses_everything_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert campaign(monkeypatch, "refused") == 1
-    told = capsys.readouterr().err
-    assert all(f"{method}: 0 right by its best runner" in told for method in CHECKS)
+    errors = capsys.readouterr().err
+    assert all(f"{method}: 0 right by its best runner" in errors for method in CHECKS)
     assert campaign(monkeypatch, "right") == 0
     assert campaign(monkeypatch, "refused", "--seed", "1000", "--count", "10") == 0  # networks without a floor
     assert campaign(monkeypatch, "wrong", "--seed", "1000", "--count", "10") == 1
@@ -95,7 +95,7 @@ def test_runners_may_change_their_names() -> None:
 # -- the generator -----------------------------------------------------------------------------------------
 
 
-def test_a_number_is_one_network() -> None:
+def test_a_number_determines_a_network() -> None:
     for number in range(30):
         one, other = case(number), case(number)
         assert one.parts == other.parts
@@ -103,18 +103,18 @@ def test_a_number_is_one_network() -> None:
         torch.testing.assert_close(one.y, other.y, rtol=0, atol=0)
 
 
-def test_networks_without_noise_are_the_same_networks() -> None:
+def test_noise_changes_nothing_else() -> None:
     for number in range(30):
         noisy, quiet = case(number), case(number, noise=())
         assert noisy.parts == quiet.parts
         torch.testing.assert_close(run(noisy.model, noisy.x), run(quiet.model, quiet.x), rtol=0, atol=0)
 
 
-def test_all_kinds_of_inputs_are_there() -> None:
+def test_all_kinds_of_inputs_occur() -> None:
     assert {case(number).parts[0] for number in range(200)} == set(INPUTS)
 
 
-# -- the judge can tell ------------------------------------------------------------------------------------
+# -- the judge ---------------------------------------------------------------------------------------------
 
 
 def a_case() -> Case:
@@ -129,7 +129,7 @@ def networks() -> list[nn.Module]:
 
 
 class ChangesTraining(mt.Members):
-    """Members that are right in evaluation, and wrong in training or in their gradients."""
+    """Members with a fault in evaluation, in training or in their gradients."""
 
     fault = ""
 
@@ -145,7 +145,7 @@ class ChangesTraining(mt.Members):
 
 
 @pytest.mark.parametrize("fault", ["", "evaluation", "training", "gradient"])
-def test_the_judge_sees_members_that_are_wrong(fault: str) -> None:
+def test_the_judge_finds_wrong_members(fault: str) -> None:
     of = a_case()
     given = networks()
     net = ChangesTraining(copy.deepcopy(given), 2)
@@ -155,7 +155,7 @@ def test_the_judge_sees_members_that_are_wrong(fault: str) -> None:
     assert fault in found.why or (fault == "training" and "loss" in found.why)
 
 
-def test_the_judge_sees_shared_members_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_finds_wrong_shared_members(monkeypatch: pytest.MonkeyPatch) -> None:
     of = a_case()
     net = mt.batch_ensemble(of.model, 2, init="fresh", seed=0)
     judge_shared(net, of)
@@ -165,7 +165,7 @@ def test_the_judge_sees_shared_members_that_are_wrong(monkeypatch: pytest.Monkey
         judge_shared(net, of)
 
 
-def test_the_judge_sees_a_given_model_that_was_changed() -> None:
+def test_the_judge_finds_changes_to_the_given_model() -> None:
     of = a_case()
     with pytest.raises(Wrong, match="attributes"), left_alone(of):
         of.model.left_behind = 1
@@ -173,7 +173,7 @@ def test_the_judge_sees_a_given_model_that_was_changed() -> None:
         of.model.head.linear.bias.data.add_(1e-9)
 
 
-def test_a_refusal_is_a_sentence_of_the_library() -> None:
+def test_only_errors_of_the_library_are_refusals() -> None:
     def refusal(error: type[Exception], call: Any) -> bool:
         with pytest.raises(error) as caught:
             call()
@@ -186,7 +186,7 @@ def test_a_refusal_is_a_sentence_of_the_library() -> None:
     assert not refusal(ValueError, lambda: mt.deep_ensemble(of.model, members=2, init="fresh")(of.x[:, :2]))
 
 
-def test_equal_is_equal_and_unequal_is_not() -> None:
+def test_tensors_are_compared_within_rounding() -> None:
     one = torch.ones(2, dtype=torch.float64)
     same("these", one, one + 1e-9)
     same("gradients", None, torch.zeros(2))
@@ -229,7 +229,7 @@ def test_a_refusal_has_three_words() -> None:
     assert all(len(words.split()) == 3 for words in REASONS.values())
 
 
-def test_a_part_of_the_page_is_put_anew() -> None:
+def test_a_section_of_the_page_is_replaced() -> None:
     page = "a\n<!-- one: generated -->\nold\n<!-- end of one -->\nb"
     new = written(page, "one", ["| x | y |", "|---|---|", "| 1 | |"])
     assert (new[:2], new[-2:], "old" in new) == ("a\n", "\nb", False)

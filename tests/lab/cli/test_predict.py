@@ -256,7 +256,7 @@ def test_what_is_no_network_is_refused(images: Run, deep: Path, elsewhere: Path)
     assert "deep-0, drop_connect-0" in told and "the best" in told
     (elsewhere / "packed-0").mkdir()
     shutil.copy(deep / "config.json", elsewhere / "packed-0")
-    assert "not done" in refuses("predict", "packed-0", "packed-0")
+    assert "without results" in refuses("predict", "packed-0", "packed-0")
     assert "'nothing.png' does not exist" in refuses("predict", deep, "nothing.png")
 
 

@@ -288,7 +288,7 @@ def test_a_run_without_results_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to report.*none of its jobs is done; single-0 failed: no memory"):
         write(run)
     assert not (run / "report.html").exists()
-    with pytest.raises(ValueError, match="no run directory: there is no study.toml"):
+    with pytest.raises(ValueError, match="not a run directory: it has no study.toml"):
         write(tmp_path / "nowhere")
 
 

@@ -301,4 +301,4 @@ def test_the_program_refuses_what_it_cannot_serve(images: Run, tmp_path: Path) -
     assert "--level must be above 0" in sentence(multitudes_says("serve", job, "--level", "0"))
     told = sentence(multitudes_says("serve", job, "--token", " spaced "))
     assert "--token must be printable" in told and "spaced" not in told
-    assert "JOB must be a directory" in sentence(multitudes_says("serve", tmp_path))
+    assert "JOB must be a job directory" in sentence(multitudes_says("serve", tmp_path))

@@ -1,4 +1,4 @@
-"""Runs whose files were damaged: no wrong number is used, and the same command does again what was lost alone."""
+"""Damaged runs: no wrong number is used, and the same command repeats only what was lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multitudes.lab.study.run.trained_network import Trained, find_job
 from multitudes.lab.study.run.worker import run as run_job
 from multitudes.lab.study.spec import planning
 from multitudes.lab.study.spec.specification import Spec
-from multitudes.training.fit import Trainer
+from tests.campaigns.damage import Stopped, stopping
 
 METHODS = {"single": {}, "packed": {"members": 2}, "snapshots": {"members": 2}}
 
@@ -32,7 +32,7 @@ def spec(folder: Path) -> Spec:
 
 def prepare(folder: Path) -> tuple[Run, list[str]]:
     said: list[str] = []
-    return planning.prepare(spec(folder), folder / "run", say=said.append), said
+    return planning.prepare(spec(folder), folder / "run", notify=said.append), said
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, in which the data lie where they lay."""
+    """A copy of the study whose data are unchanged."""
     shutil.copytree(whole / "run", tmp_path / "run")
-    monkeypatch.setattr(planning, "_stamps", lambda sources: [])  # the table is copied too, with another time
+    monkeypatch.setattr(planning, "_stamps", lambda sources: [])  # the copied table has another time
     shutil.copy(whole / "rows.csv", tmp_path)
     prepare(tmp_path)
     return tmp_path
@@ -65,7 +65,7 @@ def truncate(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """With the file of another job, which is whole."""
+    """Replace a file by an intact one of another job."""
     shutil.copy(path.parents[1] / "single-0" / path.name, path)
 
 
@@ -82,25 +82,32 @@ def scores(run: Run) -> dict[str, object]:
     return {job.name: job.metrics["scores"] for job in run.jobs}
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "predictions.safetensors", "metrics.json"])
-def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str, whole: Path, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", "flipped"), ("config.json", "deleted"),
+        ("model.safetensors", "truncated"), ("model.safetensors", "swapped"),
+        ("predictions.safetensors", "flipped"), ("predictions.safetensors", "emptied"),
+        ("metrics.json", "truncated"), ("metrics.json", "swapped"), ("metrics.json", "deleted"),
+    ],
+)  # fmt: skip
+def test_only_a_damaged_job_is_repeated(name: str, kind: str, folder: Path) -> None:
     run = Run(folder / "run")
     want = scores(run)
     job = run.job("packed", 0)
     DAMAGE[kind](job.directory / name)
-    if (name, kind) == ("metrics.json", "swapped"):  # whole, but another job's
+    if (name, kind) == ("metrics.json", "swapped"):  # intact, but another job's
         assert job.damage and "metrics.json' is damaged: it is another file" in job.damage
     assert [each.name for each in run.done] == ["single-0", "snapshots-0"]
     assert [row.name for row in leaderboard(run)] and "packed" not in [row.name for row in leaderboard(run)]
     if (name, kind) != ("metrics.json", "deleted"):
-        told = str(job.directory / "") + "/"
+        path = str(job.directory / "") + "/"
         with pytest.raises(ValueError) as caught:
             find_job(job.directory) if (job.directory / "config.json").is_file() else find_job(run.directory)
-        assert told in str(caught.value) or "say which" in str(caught.value)
+        assert path in str(caught.value) or "choose one" in str(caught.value)
     before = {path: path.stat().st_mtime_ns for path in run.directory.glob("jobs/s*/*")}
     run, said = prepare(folder)
-    if name == "config.json":  # which the specification tells again
+    if name == "config.json":  # rewritten from the specification
         assert job.done and not said
     for each in run.missing:
         assert each.name == "packed-0"
@@ -109,7 +116,7 @@ def test_a_damaged_job_is_not_done_and_alone_is_done_again(name: str, kind: str,
     assert scores(run) == want
 
 
-def test_the_page_lists_a_damaged_job_as_not_done(folder: Path) -> None:
+def test_the_page_lists_damaged_jobs(folder: Path) -> None:
     run = Run(folder / "run")
     flip(run.job("packed", 0).directory / "predictions.safetensors")
     text = report.write(run.directory).read_text()
@@ -117,19 +124,24 @@ def test_the_page_lists_a_damaged_job_as_not_done(folder: Path) -> None:
     for job in run.jobs:
         flip(job.directory / "metrics.json")
     with pytest.raises(
-        ValueError, match=r"none of its jobs is done; '.*metrics\.json' is damaged: .*does this job again"
+        ValueError, match=r"none of its jobs is done; '.*metrics\.json' is damaged: .*to repeat this job"
     ):
         report.write(run.directory)
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "emptied", "deleted"])
-@pytest.mark.parametrize("name", ["data.mtdata", "data.json", "study.toml"])
-def test_a_damaged_file_of_the_run_is_made_again_and_all_results_stay(name: str, kind: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("data.mtdata", "flipped"), ("data.mtdata", "deleted"), ("data.json", "truncated"), ("data.json", "deleted"),
+        ("study.toml", "flipped"), ("study.toml", "emptied"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_the_run_is_rewritten_and_all_results_stay(name: str, kind: str, folder: Path) -> None:
     run = Run(folder / "run")
     seals, path = run.results, run.directory / name
     content = path.read_bytes()
     DAMAGE[kind](path)
-    if name != "data.mtdata" or kind != "deleted":  # without them the page has no pictures and no more
+    if name != "data.mtdata" or kind != "deleted":  # the page does without pictures
         with pytest.raises(ValueError, match=rf"{name}|no run directory"):
             report.write(run.directory)
     run, said = prepare(folder)
@@ -142,14 +154,14 @@ def test_data_of_another_run_are_noticed(folder: Path, whole: Path) -> None:
     run = Run(folder / "run")
     other_run = planning.prepare(other, folder / "other")
     shutil.copy(other_run.data_path, run.data_path)
-    with pytest.raises(ValueError, match="not the one that the study was made for"):
+    with pytest.raises(ValueError, match="changed since the study was prepared"):
         Trained.read(run.job("single", 0).directory)
     run, said = prepare(folder)
     assert "'data.mtdata'" not in said and any("is not the file that data.json describes" in each for each in said)
     Trained.read(run.job("single", 0).directory)
 
 
-def test_what_was_made_from_other_results_is_not_used(folder: Path) -> None:
+def test_conclusions_from_other_results_are_not_used(folder: Path) -> None:
     run = Run(folder / "run")
     path = run.write_table("landscape.json", {"plane": 1})
     assert run.read_table("landscape.json") == {"plane": 1}
@@ -163,26 +175,11 @@ def test_what_was_made_from_other_results_is_not_used(folder: Path) -> None:
 # -- trainings that were interrupted -----------------------------------------------------------------------
 
 
-class Stopped(Exception):
-    """A process that was killed."""
-
-
-def interrupted(job: Job, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Leave a job as one that was killed after so many steps, with a checkpoint of the last."""
-    step = Trainer._step
-
-    def stopping(self, *given):  # type: ignore[no-untyped-def]
-        if self.state.step == steps:
-            self._look(all_of_them=True)
-            self._save()
-            raise Stopped
-        return step(self, *given)
-
+def interrupt(job: Job, steps: int) -> None:
+    """Repeat a job and interrupt it after some steps, with a checkpoint of the last one."""
     (job.directory / "metrics.json").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stopping)
-        with pytest.raises(Stopped):
-            run_job(job.directory)
+    with stopping(steps), pytest.raises(Stopped):
+        run_job(job.directory)
 
 
 RESUMED: dict[str, Callable[[Job, Job], object]] = {
@@ -202,21 +199,21 @@ RESUMED: dict[str, Callable[[Job, Job], object]] = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_damaged_training_begins_anew_and_ends_as_ever(
-    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_training_restarts_and_ends_with_the_same_scores(case: str, folder: Path) -> None:
     run = Run(folder / "run")
     job, want = run.job("snapshots", 0), scores(run)
     other = Job(shutil.copytree(job.directory, job.directory.with_name("snapshots-1")))
     config = read_json(job.directory / "config.json")
     planning.write_json(other.directory / "config.json", {**config, "seed": 1})
     for each in (job, other):
-        interrupted(each, monkeypatch, steps=6)
+        interrupt(each, steps=6)
     assert list((job.directory / "recording").glob("checkpoint-*"))
     RESUMED[case](job, other)
     run_job(job.directory)
     events, _ = job.events()
-    anew = [event for event in events if event["event"] == "anew"]
-    assert bool(anew) == (case != "nothing") and all("begins anew: " in event["message"] for event in anew)
+    restarts = [event for event in events if event["event"] == "restart"]
+    assert bool(restarts) == (case != "nothing") and all(
+        "restarting the training: " in event["message"] for event in restarts
+    )
     assert scores(run) == want and check_seal(job.directory / "model.safetensors")
     assert not (job.directory / "recording").exists()

@@ -1,4 +1,4 @@
-"""Exported networks take raw rows and images, and answer as `predict` does."""
+"""Exported networks take raw rows and images and predict as `predict` does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("onnxscript")
 
 
 def exported(job: Path, to: Path) -> Any:
-    """The file of a job in onnxruntime, and its metadata."""
+    """Return an ONNX Runtime session of an exported job, and its metadata."""
     assert says("export", job, "--to", to).out.rstrip().endswith(f"Exported: {to}")
     onnx.checker.check_model(onnx.load(to), full_check=True)
     session = onnxruntime.InferenceSession(str(to), providers=["CPUExecutionProvider"])
@@ -31,7 +31,7 @@ def exported(job: Path, to: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_pixels_go_in_and_the_answers_of_predict_come_out(tmp_path: Path) -> None:
+def test_an_image_network_is_exported_with_pixel_inputs(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", data="digits", limit=100, methods={"deep": {"members": 2}}, epochs=2)
     session, about = exported(run.directory, tmp_path / "model.onnx")
     x = datasets.read(run.data_path).test.x[:5]
@@ -48,7 +48,7 @@ COLOURS = ["red", "blue", "", "green"]
 
 
 def houses(path: Path, rows: int = 150) -> pd.DataFrame:
-    """A table with all that columns can be, whose names are also those of outputs and of operators."""
+    """Write a table with all column types, whose names are also those of outputs and operators."""
     random = np.random.default_rng(0)
     table = pd.DataFrame(
         {
@@ -66,7 +66,7 @@ def houses(path: Path, rows: int = 150) -> pd.DataFrame:
     return table
 
 
-def test_raw_rows_go_in_and_numbers_come_out_in_their_units(tmp_path: Path) -> None:
+def test_a_table_network_is_exported_with_raw_inputs_and_units(tmp_path: Path) -> None:
     rows = houses(tmp_path / "houses.csv")
     options = {"methods": {"deep": {"members": 2}}, "epochs": 15, "target": "price"}
     run = trained(tmp_path / "run", data=tmp_path / "houses.csv", **options)
@@ -110,7 +110,7 @@ FEATURES: list[tuple[Feature, Column]] = [
 
 
 @pytest.mark.parametrize(("feature", "column"), FEATURES)
-def test_values_that_are_restored_from_features_have_these_features(feature: Feature, column: Column) -> None:
+def test_restored_values_have_the_same_features(feature: Feature, column: Column) -> None:
     raw = feature.raw(column)
     x = features_of([feature], [raw])
     assert x.shape == (len(column), len(feature.names))

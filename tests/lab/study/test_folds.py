@@ -30,7 +30,7 @@ ROWS = 62
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A number that tells each row apart, noise, and classes of which one is rare."""
+    """A unique number per row, noise, and a rare and a common class."""
     rng = np.random.default_rng(0)
     lines = [f"{row + 0.5},{rng.normal():.4f},{'rare' if row % 5 == 0 else 'often'}" for row in range(ROWS)]
     path = tmp_path_factory.mktemp("table") / "rows.csv"
@@ -46,7 +46,7 @@ def rows_of(data: Any) -> dict[str, list[float]]:
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def test_every_row_is_tested_once_and_classes_are_spread_over_the_folds(table: Path) -> None:
+def test_every_row_is_tested_once_and_folds_are_stratified(table: Path) -> None:
     folds = [load(table, target="kind", fold=fold, folds=4) for fold in range(4)]
     tested = [value for data in folds for value in rows_of(data)["test"]]
     assert sorted(tested) == [row + 0.5 for row in range(ROWS)]
@@ -56,7 +56,7 @@ def test_every_row_is_tested_once_and_classes_are_spread_over_the_folds(table: P
         assert int((data.test.y == data.classes.index("rare")).sum()) in (3, 4)  # of 13
 
 
-def test_the_folds_of_an_archive_are_its_own_splits(tmp_path: Path) -> None:
+def test_the_folds_of_an_archive_are_its_splits(tmp_path: Path) -> None:
     x = np.arange(60.0).reshape(30, 2) ** 1.1
     test = np.stack([np.arange(10 * fold, 10 * fold + 10) for fold in range(3)])
     train = np.stack([np.setdiff1d(np.arange(30), own) for own in test])
@@ -77,12 +77,12 @@ def test_the_folds_of_an_archive_are_its_own_splits(tmp_path: Path) -> None:
         ({"folds": 100}, "folds=100 must be at most the number of rows, 62"),
     ],
 )
-def test_folds_that_cannot_be_are_told(table: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_folds_are_refused(table: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(table, target="kind", **options)
 
 
-def test_a_test_part_of_its_own_is_not_divided(tmp_path: Path) -> None:
+def test_data_with_a_test_part_have_no_folds(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text("a,y\n" + "\n".join(f"{row}.5,{row}.25" for row in range(30)))
     with pytest.raises(ValueError, match="folds=3 must be left out, since there is a test part already"):
@@ -113,7 +113,7 @@ def of_folds(name: str, values: list[float], overlap: float = 0.25) -> Row:
 
 def test_a_difference_over_folds_is_that_of_nadeau_and_bengio() -> None:
     rng = np.random.default_rng(0)
-    hard = rng.normal(size=5)  # what folds have in common cancels
+    hard = rng.normal(size=5)  # common to both, so it cancels
     ours, theirs = hard + 0.1 * rng.normal(size=5), hard + 0.5 + 0.1 * rng.normal(size=5)
     rows = of_folds("a", ours.tolist()), of_folds("b", theirs.tolist())
     found = Comparison(rows, "nll").difference(*rows)
@@ -121,10 +121,10 @@ def test_a_difference_over_folds_is_that_of_nadeau_and_bengio() -> None:
     each = ours - theirs
     error = math.sqrt((1 / 5 + 1 / 4) * each.var(ddof=1))
     low, high = stats.t.interval(0.95, 4, each.mean(), error)
-    assert found.interval() == pytest.approx((low, high)) and found.sure()
+    assert found.interval() == pytest.approx((low, high)) and found.significant()
 
 
-def test_only_the_folds_that_both_have_are_compared() -> None:
+def test_only_common_folds_are_compared() -> None:
     whole, part = of_folds("a", [1.0, 2.0, 9.0]), of_folds("b", [0.5, 1.6])
     found = Comparison([whole, part], "nll").difference(whole, part)
     assert found is not None and found.mean == pytest.approx(0.45)
@@ -168,14 +168,14 @@ def test_baselines_and_methods_are_compared_fold_by_fold(run: Run) -> None:
     assert found.mean == pytest.approx(np.mean(np.array(single) - np.array(boosting.values["nll"].values)))
 
 
-def test_the_answer_and_the_page_speak_of_folds(run: Run) -> None:
+def test_notes_and_page_count_folds(run: Run) -> None:
     notes = " ".join(recommend(leaderboard(run)).notes)
     assert f"over 3 folds and {ROWS} test rows" in notes and "seed" not in notes
     text = page(read_results(run.directory))
     assert "Mean over 3 folds" in text
 
 
-def test_the_same_command_again_finds_everything_done(run: Run, table: Path) -> None:
+def test_preparing_again_keeps_data_and_results(run: Run, table: Path) -> None:
     options = {"model": "mlp", "epochs": 3, "patience": 0, "batch_size": 16, "device": "cpu"}
     spec = Spec.of(data=str(table), target="kind", methods=["single", "packed"], folds=3, **options)
     before = {path.name: path.stat().st_mtime_ns for path in run.directory.glob("*.mtdata")}

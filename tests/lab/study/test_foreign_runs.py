@@ -1,4 +1,4 @@
-"""A run directory from somebody else is safe: it runs no code, reads nothing outside, and writes over nothing."""
+"""A run directory from somebody else is safe: no code runs, nothing outside is read or overwritten."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A run whose network is code, that code, and the file that it touches when it is run."""
+    """Return a run with a custom network, the code of the network, and the file that the code touches."""
     folder = tmp_path_factory.mktemp("somebody")
     file, mark = folder / "net.py", folder / "ran"
     file.write_text(CODE.format(mark=str(mark)))
-    said: list[str] = []
-    run = prepare(Spec.of(**OPTIONS, model=f"{file}:build"), folder / "run", say=said.append)
-    assert any(f"build of {file}" in each for each in said)  # whose code is run is told
+    messages: list[str] = []
+    run = prepare(Spec.of(**OPTIONS, model=f"{file}:build"), folder / "run", notify=messages.append)
+    assert any(f"build of {file}" in each for each in messages)
     run_job(run.jobs[0].directory)
     return run.directory, file, mark
 
 
 @pytest.fixture
 def foreign(made: tuple[Path, Path, Path], elsewhere: Path) -> Path:
-    """A copy of the run, whose code has not been run here."""
+    """A copy of the run whose code has not run here."""
     made[2].unlink(missing_ok=True)
     return Path(shutil.copytree(made[0], elsewhere / "foreign"))
 
@@ -75,7 +75,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rewritten(job: Job, **changes: Any) -> None:
-    """As somebody does who knows how checksums are made."""
+    """Change a configuration, with valid checksums."""
     write_json(job.directory / "config.json", {**(job.config or {}), **changes})
     job.write_metrics(job.metrics)
 
@@ -89,26 +89,21 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_reading_command_runs_the_code_of_a_run(
-    command: str, foreign: Path, made: tuple[Path, Path, Path], elsewhere: Path
-) -> None:
-    told = refuses(command, *COMMANDS[command])
-    assert "build of net-" in told and "--model-file FILE.py" in told
-    job = Run(foreign).jobs[0]
-    rewritten(job, model={**job.config["model"], "file": str(made[1])})  # type: ignore[index]
-    refuses(command, *COMMANDS[command])
-    assert not made[2].exists()
-
-
-def test_reports_run_no_code_either(foreign: Path, made: tuple[Path, Path, Path]) -> None:
-    says("report", "foreign")
+def test_no_command_that_reads_a_run_executes_its_code(foreign: Path, made: tuple[Path, Path, Path]) -> None:
+    for command, arguments in COMMANDS.items():
+        error = refuses(command, *arguments)
+        assert "build of net-" in error and "--model-file FILE.py" in error
     with pytest.raises(ValueError, match="--model-file FILE.py"):
         write_landscape(Run(foreign))
+    says("report", "foreign")
+    job = Run(foreign).jobs[0]
+    rewritten(job, model={**job.config["model"], "file": str(made[1])})  # type: ignore[index]
+    for command, arguments in COMMANDS.items():
+        refuses(command, *arguments)
     assert not made[2].exists()
 
 
-def test_the_code_that_the_user_names_is_run(foreign: Path, made: tuple[Path, Path, Path]) -> None:
+def test_code_named_by_the_user_is_executed(foreign: Path, made: tuple[Path, Path, Path]) -> None:
     _, file, mark = made
     shutil.rmtree(foreign.parent / "nets", ignore_errors=True)
     for given in (str(file), f"{file}:build"):
@@ -116,41 +111,37 @@ def test_the_code_that_the_user_names_is_run(foreign: Path, made: tuple[Path, Pa
         assert type(Trained.read(foreign, model_file=given).net).__name__ in ("Members", "Calibrated")
         assert mark.exists()
     assert "nll" in says("evaluate", "foreign", "--model-file", file).out
+    other = foreign.parent / "other.py"
+    other.write_text(file.read_text() + "# changed\n")
+    with pytest.warns(UserWarning, match=r"other\.py is not the file that deep-0 was trained with"):
+        Trained.read(foreign, model_file=str(other))
     assert "net.py' has no function 'make'" in refuses("evaluate", "foreign", "--model-file", f"{file}:make")
     assert "'none.py', which does not exist" in refuses("evaluate", "foreign", "--model-file", "none.py")
 
 
-def test_other_code_than_that_of_the_training_is_told(foreign: Path, made: tuple[Path, Path, Path]) -> None:
-    other = foreign.parent / "other.py"
-    other.write_text(made[1].read_text() + "# changed\n")
-    with pytest.warns(UserWarning, match=r"other\.py is not the file that deep-0 was trained with"):
-        Trained.read(foreign, model_file=str(other))
-
-
-def test_a_study_file_in_a_run_directory_names_no_code(foreign: Path, made: tuple[Path, Path, Path]) -> None:
+def test_code_named_by_the_study_file_of_a_run_is_refused(foreign: Path, made: tuple[Path, Path, Path]) -> None:
     with pytest.raises(ValueError, match=r"study\.toml, line \d+: model\.file: .*pass --model FILE\.py:FUNCTION"):
         Spec.load(foreign / "study.toml")
     assert Spec.load(foreign / "study.toml", model=f"{made[1]}:build").model.file == str(made[1])
     assert not made[2].exists()
 
 
-def test_a_worker_refuses_code_that_is_not_the_study_s(foreign: Path, made: tuple[Path, Path, Path]) -> None:
+def test_a_worker_refuses_changed_code(foreign: Path, made: tuple[Path, Path, Path]) -> None:
     job = Run(foreign).jobs[0]
     (job.directory / "metrics.json").unlink()
     copy = job.directory / job.config["model"]["file"]  # type: ignore[index]
     copy.write_text(copy.read_text() + "# changed\n")
-    with pytest.raises(ValueError, match="is not the one that the study was made with; it is not run"):
+    with pytest.raises(ValueError, match="was changed since the study was prepared; it is not executed"):
         run_job(job.directory)
     write_json(job.directory / "config.json", {**(job.config or {}), "model": {"file": str(made[1]), "name": "build"}})
-    with pytest.raises(ValueError, match="a file outside of its run directory"):
+    with pytest.raises(ValueError, match="outside of its run directory"):
         run_job(job.directory)
     assert not made[2].exists()
 
 
-def test_comparing_in_somebody_s_directory_runs_the_user_s_code_alone(
+def test_compare_in_a_foreign_directory_executes_only_the_users_code(
     foreign: Path, made: tuple[Path, Path, Path], elsewhere: Path
 ) -> None:
-    """Also where a copy in the directory has the name that the user's file will have."""
     job = Run(foreign).jobs[0]
     copy = job.directory / job.config["model"]["file"]  # type: ignore[index]
     copy.write_text("raise SystemExit('foreign code')\n")
@@ -166,8 +157,8 @@ def test_comparing_in_somebody_s_directory_runs_the_user_s_code_alone(
     [
         ({"source": "somebody/dataset"}, "must be a prepared file or digits, got 'somebody/dataset'"),
         ({"source": "/etc/passwd"}, "must be a prepared file or digits"),
-        ({"file": "../../../outside.mtdata"}, "a file outside of its run directory"),
-        ({"file": "/etc/passwd"}, "a file outside of its run directory"),
+        ({"file": "../../../outside.mtdata"}, "outside of its run directory"),
+        ({"file": "/etc/passwd"}, "outside of its run directory"),
     ],
 )
 def test_a_configuration_reads_nothing_outside_its_run(data: dict[str, str], words: str, foreign: Path) -> None:
@@ -178,13 +169,13 @@ def test_a_configuration_reads_nothing_outside_its_run(data: dict[str, str], wor
 
 
 @pytest.mark.parametrize("name", ["../../other", "..", "a/b", "a\\b", ""])
-def test_names_of_methods_lead_to_no_other_folder(name: str, foreign: Path) -> None:
+def test_names_of_methods_cannot_be_paths(name: str, foreign: Path) -> None:
     Run(foreign).write_spec(f"seeds = [0]\n[methods.'{name}']\n")
-    with pytest.raises(ValueError, match="is no name of a method"):
+    with pytest.raises(ValueError, match="is not a valid name of a method"):
         _ = Run(foreign).jobs
 
 
-def test_links_in_a_run_directory_lead_to_no_damage(foreign: Path, elsewhere: Path) -> None:
+def test_links_in_a_run_directory_cause_no_damage(foreign: Path, elsewhere: Path) -> None:
     precious = elsewhere / "precious"
     precious.mkdir()
     (precious / "file").write_text("mine")
@@ -209,8 +200,7 @@ def test_links_in_a_run_directory_lead_to_no_damage(foreign: Path, elsewhere: Pa
 
 
 @pytest.mark.slow
-def test_files_in_the_working_folder_are_no_modules(made: tuple[Path, Path, Path], elsewhere: Path) -> None:
-    """A job imports torch, whatever lies where its study was started."""
+def test_files_in_the_working_folder_are_not_imported(made: tuple[Path, Path, Path], elsewhere: Path) -> None:
     for name in ("torch", "numpy", "safetensors", "json"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('a file of the working folder was run')\n")
     command = [sys.executable, "-P", "-m", "multitudes.lab.study.run.worker", str(Run(made[0]).jobs[0].directory)]
@@ -219,7 +209,7 @@ def test_files_in_the_working_folder_are_no_modules(made: tuple[Path, Path, Path
 
 
 def marked(value: Any) -> Any:
-    """Plain values with markup for every text that is none of a page's own words."""
+    """Replace texts by markup, except words that the page knows."""
     if isinstance(value, dict):
         return {key: marked(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -227,7 +217,7 @@ def marked(value: Any) -> Any:
     return MARKUP if isinstance(value, str) and value not in ("classification", "inf") else value
 
 
-def test_no_text_of_a_run_becomes_markup_of_its_page(elsewhere: Path) -> None:
+def test_texts_of_a_run_are_escaped_on_its_page(elsewhere: Path) -> None:
     run = Run(write_run(elsewhere / "run", ["single", "deep"], [0, 1]))
     about = read_json(run.about_path)
     times, plane = run.times, run.read_table("landscape.json")
@@ -244,7 +234,7 @@ def test_no_text_of_a_run_becomes_markup_of_its_page(elsewhere: Path) -> None:
         assert attributes.get("src") != "x" and not any(name.startswith("on") for name in attributes), tag
 
 
-def test_numbers_that_are_none_are_damage_and_not_shown(foreign: Path) -> None:
+def test_scores_that_are_not_numbers_are_damage(foreign: Path) -> None:
     job = Run(foreign).jobs[0]
     metrics = read_json(job.directory / "metrics.json")
     metrics["scores"]["nll"]["value"] = "<script>alert(1)</script>"

@@ -1,4 +1,4 @@
-"""One job: from a `config.json` to its results, also after it was killed, on lean machines, and when it fails."""
+"""A job: from its `config.json` to its results, also after it was killed, without extras, and when it fails."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from multitudes.lab import data as datasets
 from multitudes.lab.data import Data, Part
 from multitudes.lab.data.splits import spread
 from multitudes.lab.study.run.store import Job
+from multitudes.lab.study.run.trained_network import Trained
 from multitudes.lab.study.run.worker import run
+from multitudes.lab.study.spec.assignment import Assignment
 from multitudes.lab.study.spec.method_rows import METHODS
 from multitudes.lab.study.spec.network_sources import defaults
 from multitudes.metrics import ece, mce, nll
 from multitudes.shift import corrupt
 from multitudes.tasks.predictive import Predictive
+from multitudes.training.optimizers import batch_size_for
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -45,7 +48,7 @@ def config(method: str = "single", **changes: Any) -> dict[str, Any]:
 
 
 def done(folder: Path, content: dict[str, Any]) -> Path:
-    """The directory of a job that was run."""
+    """Run a job and return its directory."""
     directory = written(folder, content)
     run(directory)
     return directory
@@ -75,13 +78,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- what a job leaves behind ------------------------------------------------------------------------------
 
 
-def test_a_job_leaves_its_results_and_tells_every_epoch(deep: Path) -> None:
+def test_a_job_writes_its_results_and_logs_every_epoch(deep: Path) -> None:
     names = {path.name for path in deep.iterdir()}
     assert names == {"config.json", "log.jsonl", "metrics.json", "model.safetensors", "predictions.safetensors"}
-    told, found = events(deep), metrics_of(deep)
-    assert [event["event"] for event in told] == ["start", *["epoch"] * 4, "evaluate", "done"]
-    assert [(event["epoch"], event["epochs"]) for event in told[1:5]] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [event["loss"] for event in told[1:5]] == [epoch["loss"] for epoch in found["history"]]
+    log, found = events(deep), metrics_of(deep)
+    assert [event["event"] for event in log] == ["start", *["epoch"] * 4, "evaluate", "done"]
+    assert [(event["epoch"], event["epochs"]) for event in log[1:5]] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [event["loss"] for event in log[1:5]] == [epoch["loss"] for epoch in found["history"]]
     assert found["versions"]["torch"] == torch.__version__ and found["machine"]["device"] == "cpu"
     assert found["seconds"] > sum(epoch["seconds"] for epoch in found["history"])
     before = {path.name: path.stat().st_mtime_ns for path in deep.iterdir()}
@@ -90,12 +93,12 @@ def test_a_job_leaves_its_results_and_tells_every_epoch(deep: Path) -> None:
 
 
 def probabilities(directory: Path) -> Predictive:
-    """What the saved network predicts of the test digits."""
+    """Return the predictions of the saved network on the test digits."""
     digits = datasets.load("digits", limit=100)
     return load(directory / "model.safetensors").predict(digits.normalised(digits.test.x))
 
 
-def test_scores_are_those_of_the_predictions_that_are_saved(deep: Path) -> None:
+def test_scores_are_those_of_the_saved_predictions(deep: Path) -> None:
     found = metrics_of(deep)["scores"]
     saved = Job(deep).predictions
     probs, target = saved["probs"], saved["target"]
@@ -107,9 +110,12 @@ def test_scores_are_those_of_the_predictions_that_are_saved(deep: Path) -> None:
     assert saved["ood/photographs/members"].shape == (4, 100, 10)
     np.testing.assert_allclose(saved["members"].astype(np.float32).mean(0), saved["raw/probs"], atol=1e-3)
     np.testing.assert_allclose(probabilities(deep).probs.numpy(), probs, atol=1e-5)
+    for name in ("nll", "accuracy", "brier", "raw/nll", "raw/accuracy", "raw/brier"):
+        rows = saved[f"raw/rows/{name[4:]}" if name.startswith("raw/") else f"rows/{name}"]
+        assert rows.shape == (100,) and rows.mean() == pytest.approx(found[name]["value"], rel=1e-4)
 
 
-def test_the_network_is_calibrated_on_the_validation_part_and_scored_before_and_after(deep: Path) -> None:
+def test_calibration_uses_the_validation_part_and_both_networks_are_scored(deep: Path) -> None:
     data, found = datasets.load("digits", limit=100), metrics_of(deep)["scores"]
     net = load(deep / "model.safetensors")
     saved = Job(deep).predictions
@@ -129,22 +135,13 @@ def test_the_network_is_calibrated_on_the_validation_part_and_scored_before_and_
     assert found["nll"]["value"] < found["raw/nll"]["value"]  # of a network that was hardly trained
 
 
-def test_rows_add_up_to_the_scores(deep: Path) -> None:
-    found, saved = metrics_of(deep)["scores"], Job(deep).predictions
-    for name in ("nll", "accuracy", "brier"):
-        for prefix in ("", "raw/"):
-            rows = saved[f"{prefix}rows/{name}"]
-            assert rows.shape == (100,)
-            assert rows.mean() == pytest.approx(found[f"{prefix}{name}"]["value"], rel=1e-4)
-
-
-def test_a_network_is_left_as_it_is_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_calibration_can_be_disabled(tmp_path: Path) -> None:
     directory = done(tmp_path, config("single", evaluation={"calibrate": False}))
     assert isinstance(load(directory / "model.safetensors"), Multitude)
     assert not [name for name in metrics_of(directory)["scores"] if name.startswith("raw/")]
 
 
-def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> None:
+def test_scores_by_size_are_means_over_groups_of_members(deep: Path) -> None:
     by_size, scores = metrics_of(deep)["by_size"], metrics_of(deep)["scores"]
     members, target = probabilities(deep).member_probs.double().numpy(), Job(deep).predictions["target"]
     assert by_size["sizes"] == [1, 2, 4]
@@ -162,7 +159,7 @@ def test_scores_by_size_are_means_over_groups_of_so_many_members(deep: Path) -> 
     assert by_size["ece"][2] == pytest.approx(scores["raw/ece"]["value"], abs=1e-6)
 
 
-def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> None:
+def test_corrupted_images_and_their_draws_can_be_limited(tmp_path: Path) -> None:
     few = {"shift_limit": 30, "shift_draws": 2, "bins": 5, "min_count": 4}
     directory = done(tmp_path, config("mc_dropout", evaluation=few))
     scores = metrics_of(directory)["scores"]
@@ -177,7 +174,7 @@ def test_fewer_images_can_be_corrupted_and_drawn_less_often(tmp_path: Path) -> N
     )
 
 
-def test_costs_are_told_beside_those_of_a_single_network(deep: Path, tmp_path: Path) -> None:
+def test_costs_are_relative_to_the_single_network(deep: Path, tmp_path: Path) -> None:
     found = metrics_of(deep)["costs"]
     names = ["parameters", "multiply_adds", "peak_memory_bytes"]
     assert set(found) == {*names, *(f"{name}_ratio" for name in names), "training_seconds"}
@@ -189,7 +186,7 @@ def test_costs_are_told_beside_those_of_a_single_network(deep: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["mc_dropout", "variance"])
-def test_the_same_seed_gives_the_same_results_and_leaves_the_random_state_alone(tmp_path: Path, name: str) -> None:
+def test_a_seed_fixes_the_results_and_the_random_state_is_kept(tmp_path: Path, name: str) -> None:
     directories = [written(tmp_path / which, config(name)) for which in ("one", "two")]
     for directory in directories:
         state = torch.get_rng_state()
@@ -226,7 +223,7 @@ def on_plane(folder: Path, task: str, method: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("method", ["deep", "mc_dropout", "mimo"])
-def test_regression_is_told_in_the_units_of_its_targets(tmp_path: Path, method: str) -> None:
+def test_regression_scores_have_the_units_of_the_targets(tmp_path: Path, method: str) -> None:
     directory = on_plane(tmp_path, "regression", method)
     run(directory)
     kept, scores = Job(directory).predictions, metrics_of(directory)["scores"]
@@ -244,7 +241,7 @@ def test_regression_is_told_in_the_units_of_its_targets(tmp_path: Path, method: 
     assert by_size["rmse"][0] >= by_size["rmse"][-1] and len(by_size["nll"]) == len(by_size["sizes"])
 
 
-def test_the_density_of_a_single_networks_targets_is_the_gaussians_in_their_units(tmp_path: Path) -> None:
+def test_the_density_of_a_single_network_is_gaussian(tmp_path: Path) -> None:
     directory = on_plane(tmp_path, "regression", "single")
     run(directory)
     kept = Job(directory).predictions
@@ -257,10 +254,39 @@ def test_the_density_of_a_single_networks_targets_is_the_gaussians_in_their_unit
     assert kept["rows/rmse"] == pytest.approx((mean - target) ** 2, rel=1e-3, abs=1e-3)
 
 
-def test_a_table_of_classes_needs_no_images(tmp_path: Path) -> None:
-    directory = on_plane(tmp_path, "classification", "packed")
+# -- how training ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_early_stopping_keeps_the_best_weights_by_validation(tmp_path: Path, task: str) -> None:
+    directory = on_plane(tmp_path, task, "packed", training={"epochs": 300, "lr": 0.05, "patience": 3})
     run(directory)
-    assert metrics_of(directory)["scores"]["accuracy"]["value"] > 0.85
+    history = metrics_of(directory)["history"]
+    scores = [epoch["validation"] for epoch in history]
+    best = int(np.argmin(scores))
+    assert len(history) < 300 and len(history) == best + 1 + 3
+    trained = Trained.read(directory, "cpu")
+    part, data = trained.data.validation, trained.data
+    with torch.no_grad():
+        p = trained.multitude.predict(data.normalised(part.x))
+    if task == "classification":
+        found = float(-p.log_probs.gather(1, part.y[:, None]).mean())
+    else:
+        found = float((p.mean - data.standardised(part.y)[:, None]).square().mean().sqrt())
+    assert found == pytest.approx(scores[best], rel=1e-4)
+
+
+def test_methods_that_record_checkpoints_train_all_epochs(tmp_path: Path) -> None:
+    directory = on_plane(tmp_path, "regression", "swag", training={"epochs": 12, "patience": 1})
+    run(directory)
+    history = metrics_of(directory)["history"]
+    assert len(history) >= 12 and history[0]["validation"] is None
+
+
+def test_batch_size_zero_depends_on_the_number_of_rows(tmp_path: Path) -> None:
+    directory = on_plane(tmp_path, "regression", "single", training={"batch_size": 0})
+    job = Assignment.read(directory)
+    assert job.loader.batch_size == batch_size_for(len(job.data.train))
 
 
 # -- killed, and run again ---------------------------------------------------------------------------------
@@ -270,7 +296,7 @@ OWN = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As the jobs in other processes have: sums of several threads are rounded otherwise."""
+    """Use one thread, as jobs do: the number of threads changes rounding."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -278,8 +304,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, one_thread: None) -> None:
-    """Also where recordings are some steps ahead of the last checkpoint, from which training goes on."""
+def test_a_killed_job_ends_with_the_same_results(tmp_path: Path, one_thread: None) -> None:
     often = {"epochs": 20, "checkpoint_seconds": 0.0004}
     whole, killed = (written(tmp_path / which, config("swag", training=often)) for which in ("whole", "killed"))
     run(whole)
@@ -299,8 +324,7 @@ def test_a_job_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path, one_th
     assert not checkpoint.exists() and not (killed / "recording").exists()
 
 
-def test_recordings_without_a_checkpoint_are_not_gone_on_with(tmp_path: Path) -> None:
-    """As where a job was cleared, or killed before its first checkpoint."""
+def test_recordings_without_a_checkpoint_are_discarded(tmp_path: Path) -> None:
     fresh, old = (written(tmp_path / which, config("snapshots")) for which in ("fresh", "old"))
     (old / "recording").mkdir()
     (old / "recording" / "checkpoint-00000001.safetensors").write_bytes(b"of another training")
@@ -319,7 +343,7 @@ main(sys.argv[1:])
 """  # a module that is None cannot be imported
 
 
-def test_a_job_runs_without_what_plans_plots_or_talks_to_a_cluster(tmp_path: Path) -> None:
+def test_a_job_runs_without_the_extras_of_planning_plotting_and_clusters(tmp_path: Path) -> None:
     directory = on_plane(tmp_path, "regression", "deep")
     done = subprocess.run([sys.executable, "-c", LEAN, str(directory)], env=OWN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -334,13 +358,11 @@ def test_a_job_runs_without_what_plans_plots_or_talks_to_a_cluster(tmp_path: Pat
     [
         ({"version": 2}, "must be 1, got 2"),
         ({"device": "cuda:7"} if not torch.cuda.is_available() else {"device": "abc"}, "device"),
-        ({"settings": {"alpha": 9}, "method": "packed"}, "alpha"),
         ({"model": {"name": "small"}}, "model must be one of .*, got 'small'"),
         ({"training": {"epochs": 1}, "method": "swag"}, "do not fit into 4 training steps"),
-        ({"evaluation": {"shift": ["rain"]}}, "rain"),
     ],
 )
-def test_a_failure_is_written_to_the_log_and_raised(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_failure_is_logged_and_raised(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     directory = written(tmp_path, config(**changes))
     with pytest.raises((ValueError, RuntimeError), match=message):
         run(directory)
@@ -349,12 +371,12 @@ def test_a_failure_is_written_to_the_log_and_raised(tmp_path: Path, changes: dic
     assert not (directory / "metrics.json").exists()
 
 
-def test_a_job_for_other_data_or_none_is_refused(tmp_path: Path) -> None:
+def test_a_job_with_other_data_or_without_a_configuration_is_refused(tmp_path: Path) -> None:
     directory = on_plane(tmp_path, "regression", "single")
     datasets.save(plane("classification"), tmp_path / "data.mtdata")
-    with pytest.raises(ValueError, match="not the one that the study was made for"):
+    with pytest.raises(ValueError, match="changed since the study was prepared"):
         run(directory)
-    with pytest.raises(ValueError, match="no images but rows of 4"):
+    with pytest.raises(ValueError, match="needs images, got rows of 4"):
         run(on_plane(tmp_path, "regression", "smooth"))
-    with pytest.raises(ValueError, match=r"directory must be that of a job.*no config\.json"):
+    with pytest.raises(ValueError, match=r"directory must be a job.*no config\.json"):
         run(tmp_path / "nothing")

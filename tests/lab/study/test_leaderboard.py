@@ -1,4 +1,4 @@
-"""The leaderboard: means and spreads over seeds, and what is level with the best."""
+"""The leaderboard, and comparisons of its rows against SciPy's tests, closed forms and simulated studies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from multitudes.base.archives import write_arrays
 from multitudes.base.sealed_files import write_atomically, write_json
 from multitudes.lab.study.results.leaderboard import best, better, leaderboard, level_with_best
+from multitudes.lab.study.results.paired import Comparison, Difference
 from multitudes.lab.study.results.result_rows import Row, Value
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.run.trained_network import find_job
@@ -17,7 +19,7 @@ from multitudes.metrics.declare import Better
 
 
 def row(name, *, seeds=3, cost=1e6, examples=None, count=1000, **scores):
-    """Scores are tuples, one value a seed."""
+    """Build a row from scores, tuples of one value per seed."""
     values = {key: Value(tuple(np.atleast_1d(value).tolist()), count) for key, value in scores.items()}
     values["costs/multiply_adds"] = Value((cost,))
     return Row(name, name, tuple(range(seeds)), values, lambda: examples or {})
@@ -42,7 +44,7 @@ def run(tmp_path):
 # -- rows --------------------------------------------------------------------------------------------------
 
 
-def test_a_row_has_the_mean_and_the_deviation_over_seeds_of_every_score_and_cost(run):
+def test_a_row_has_mean_and_deviation_over_seeds(run):
     rng = np.random.default_rng(0)
     nll, parameters = rng.random(3), rng.random(3)
     for seed in range(3):
@@ -55,28 +57,46 @@ def test_a_row_has_the_mean_and_the_deviation_over_seeds_of_every_score_and_cost
     assert found["costs/parameters"] == pytest.approx(parameters.mean())
 
 
-def test_the_best_by_nll_comes_first_and_jobs_that_are_not_done_do_not_count(run):
-    for label, nll in (("single", 0.3), ("deep", 0.1), ("packed_8", 0.2)):
-        write_job(run, label, 0, {"nll": nll})
-    write_job(run, "single", 1, {"nll": 0.5})
-    assert [(r.name, r.seeds) for r in leaderboard(run)] == [("deep", (0,)), ("packed_8", (0,)), ("single", (0, 1))]
-    assert leaderboard(run)[2]["nll"] == 0.4
+CLASSES = {"single": {"nll": 0.3, "accuracy": 0.9}, "deep": {"nll": 0.1, "accuracy": 0.8}}
+NUMBERS = {"single": {"log_density": -0.3, "rmse": 1.0}, "deep": {"log_density": 0.1, "rmse": 2.0}}
 
 
-def test_regression_is_ranked_by_log_density(run):
-    for label, density in (("single", -0.3), ("deep", 0.1)):
-        write_job(run, label, 0, {"rmse": 1.0, "log_density": density})
-    assert [r.name for r in leaderboard(run)] == ["deep", "single"]
+@pytest.mark.parametrize(
+    ("scores", "by", "order"),
+    [
+        (CLASSES, None, ["deep", "single"]),
+        (CLASSES, "accuracy", ["single", "deep"]),
+        (NUMBERS, None, ["deep", "single"]),
+        (NUMBERS, "nll", ["deep", "single"]),
+        (NUMBERS, "rmse", ["single", "deep"]),
+    ],
+)
+def test_methods_are_ranked_by_a_proper_score_or_the_chosen_one(run, scores, by, order):
+    for label, own in scores.items():
+        write_job(run, label, 0, own)
+    assert [row.name for row in leaderboard(run, by)] == order
 
 
-def test_a_score_that_is_nan_is_none_and_infinity_is_a_number(run):
+def test_a_score_of_another_task_is_refused(run):
+    write_job(run, "single", 0, CLASSES["single"])
+    with pytest.raises(ValueError, match="--by must be one of nll, brier, accuracy for classification, got 'rmse'"):
+        leaderboard(run, "rmse")
+
+
+def test_only_finished_jobs_count(run):
+    for label, seed, nll in (("single", 0, 0.3), ("single", 1, 0.5), ("deep", 0, 0.1)):
+        write_job(run, label, seed, {"nll": nll})
+    assert [(row.name, row.seeds, row["nll"]) for row in leaderboard(run)] == [
+        ("deep", (0,), 0.1),
+        ("single", (0, 1), 0.4),
+    ]
+
+
+def test_nan_is_missing_and_infinity_is_a_number(run):
     write_job(run, "single", 0, {"nll": "inf", "aurc": None})
     (found,) = leaderboard(run)
     assert found["nll"] == math.inf and "aurc" not in found.values and math.isnan(found["aurc"])
-
-
-def test_one_seed_has_no_spread():
-    assert Value((0.5,)).spread is None
+    assert found.values["nll"].spread is None
 
 
 DIRECTIONS = {
@@ -88,18 +108,17 @@ DIRECTIONS = {
                    "costs/training_time_ratio", "costs/inference_time_ratio", "costs/peak_memory_bytes",
                    "costs/multiply_adds"],
     Better.ZERO: ["overconfidence"],
-    Better.NEITHER: ["disagreement", "coverage_95", "width_95", "ensemble_js", "of nobody"],
+    Better.NEITHER: ["disagreement", "coverage_95", "width_95", "ensemble_js", "unknown score"],
 }  # fmt: skip
 
 
-def test_every_score_of_an_evaluation_and_every_cost_has_a_direction_unless_it_has_none():
+def test_every_score_and_cost_has_its_direction():
     for direction, names in DIRECTIONS.items():
         assert {name: better(name) for name in names} == dict.fromkeys(names, direction)
     assert best([row("a", disagreement=(0.1,)), row("b", disagreement=(0.2,))], "disagreement") is None
 
 
-def test_the_best_overconfidence_is_the_nearest_to_zero():
-    """The most underconfident method has the lowest one, and is the worst."""
+def test_the_best_overconfidence_is_nearest_to_zero():
     under, near, over = (
         row(name, overconfidence=[value] * 2) for name, value in {"u": -0.3, "n": -0.02, "o": 0.1}.items()
     )
@@ -108,7 +127,7 @@ def test_the_best_overconfidence_is_the_nearest_to_zero():
         assert level_with_best(rows, "overconfidence") == [near]
 
 
-def test_what_is_as_far_from_zero_on_the_other_side_is_within_noise():
+def test_distances_from_zero_are_compared_on_both_sides():
     below, above = row("below", overconfidence=(-0.03, -0.05)), row("above", overconfidence=(0.04, 0.06))
     assert level_with_best([below, above], "overconfidence") == [below, above]
     assert level_with_best([below, row("far", overconfidence=(0.5, 0.52))], "overconfidence") == [below]
@@ -117,13 +136,13 @@ def test_what_is_as_far_from_zero_on_the_other_side_is_within_noise():
 # -- the best -----------------------------------------------------------------------------------------------
 
 
-def test_the_best_comes_first_and_then_what_is_level_with_it():
+def test_methods_level_with_the_best_follow_it():
     rows = [row("a", nll=(0.1, 0.3)), row("b", nll=(0.1, 0.2)), row("c", nll=(5.0, 5.1)), row("d", nll=(math.inf,))]
     assert [row.name for row in level_with_best(rows, "nll")] == ["b", "a"]
     assert level_with_best(rows, "disagreement") == []
 
 
-def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):
+def test_rows_read_the_predictions_of_all_seeds(run):
     rng = np.random.default_rng(5)
     every = rng.random((2, 30))
     for seed, own in enumerate(every):
@@ -134,7 +153,7 @@ def test_what_each_row_adds_is_read_from_the_predictions_of_all_seeds(run):
     assert np.array_equal(found.examples()["nll"], every) and np.array_equal(found.examples()["raw/nll"], 2 * every)
 
 
-def test_baselines_and_times_are_read_with_the_methods(run):
+def test_baselines_and_times_belong_to_the_leaderboard(run):
     write_job(run, "single", 0, {"nll": 0.5, "accuracy": 0.9})
     table = {"baselines": {"chance": {"count": 4, "scores": {"nll": 0.1}, "rows": {"nll": [0.0, 0.2]}}}}
     run.write_table("baselines.json", table, "")
@@ -147,27 +166,107 @@ def test_baselines_and_times_are_read_with_the_methods(run):
     assert (second.name, second.baseline, value.mean, value.low, value.high) == ("single", False, 2.0, 1.5, 2.5)
 
 
-def test_of_several_jobs_the_best_is_named_and_no_baseline(run):
+def test_the_best_of_several_jobs_is_suggested(run):
     for label, nll in (("single", 0.5), ("deep", 0.4)):
         write_job(run, label, 0, {"nll": nll, "accuracy": 0.9})
     table = {"baselines": {"gradient_boosting": {"count": 4, "scores": {"nll": 0.1}, "rows": {}}}}
     run.write_table("baselines.json", table, "")
     assert leaderboard(run)[0].baseline
-    with pytest.raises(ValueError, match=r"say which, such as '.*deep-0', the best"):
+    with pytest.raises(ValueError, match=r"choose one, such as '.*deep-0', the best"):
         find_job(run.directory)
 
 
-def test_the_score_to_rank_by_is_a_proper_one_unless_another_is_chosen(run):
-    for label, nll, accuracy in (("single", 0.3, 0.9), ("deep", 0.1, 0.8)):
-        write_job(run, label, 0, {"nll": nll, "accuracy": accuracy})
-    assert [each.name for each in leaderboard(run)] == ["deep", "single"]
-    assert [each.name for each in leaderboard(run, "accuracy")] == ["single", "deep"]
-    with pytest.raises(ValueError, match="--by must be one of nll, brier, accuracy for classification, got 'rmse'"):
-        leaderboard(run, "rmse")
+# -- comparisons -------------------------------------------------------------------------------------------
 
 
-def test_of_numbers_nll_is_the_log_density(run):
-    for label, density, rmse in (("single", -0.3, 1.0), ("deep", 0.1, 2.0)):
-        write_job(run, label, 0, {"rmse": rmse, "log_density": density})
-    assert [each.name for each in leaderboard(run, "nll")] == ["deep", "single"]
-    assert [each.name for each in leaderboard(run, "rmse")] == ["single", "deep"]
+def paired_row(name: str, rows: np.ndarray, score: str = "nll", seeds: int | None = None) -> Row:
+    """Build a row from per-row scores `[seeds, N]`."""
+    means = np.sqrt(rows.mean(1)) if score == "rmse" else rows.mean(1)
+    value = Value(tuple(means.tolist()), rows.shape[1])
+    return Row(name, name, tuple(range(len(rows) if seeds is None else seeds)), {score: value}, lambda: {score: rows})
+
+
+def test_one_seed_gives_students_paired_test_over_rows() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.random((2, 1, 50))
+    rows = paired_row("a", a), paired_row("b", b)
+    found = Comparison(rows, "nll").difference(*rows)
+    assert found is not None
+    expected = stats.ttest_rel(a[0], b[0])
+    assert found.interval() == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    assert found.significant() == (expected.pvalue < 0.05)
+
+
+def test_variances_over_seeds_shrink_to_the_median_one() -> None:
+    values = {"a": (1.0, 1.2, 0.9), "b": (1.5, 1.7, 1.4), "c": (1.0, 3.0, 2.0)}
+    rows = {name: Row(name, name, (0, 1, 2), {"ece": Value(own)}) for name, own in values.items()}
+    found = Comparison(list(rows.values()), "ece").difference(rows["a"], rows["c"])
+    assert found is not None
+    variances = [np.var(own, ddof=1) for own in values.values()]
+    middle = np.median(variances) / (stats.chi2.median(2) / 2)
+    parts = [(4 * middle + 2 * np.var(values[name], ddof=1)) / 6 / 3 for name in "ac"]
+    assert found.error == pytest.approx(np.sqrt(sum(parts)))
+    assert found.freedom == pytest.approx(sum(parts) ** 2 / sum(part**2 / 6 for part in parts))
+
+
+def test_one_seed_without_rows_has_no_difference() -> None:
+    one, two = (Row(name, name, (0,), {"ece": Value((0.1,))}) for name in "ab")
+    assert Comparison([one, two], "ece").difference(one, two) is None
+
+
+def test_joint_bounds_are_those_of_bonferroni() -> None:
+    found = Difference(0.5, 1.0, 12.0)
+    assert found.at_most(among=8) == pytest.approx(0.5 + stats.t.ppf(1 - 0.05 / 8, 12))
+    assert found.at_least(among=8) == pytest.approx(0.5 - stats.t.ppf(1 - 0.05 / 8, 12))
+
+
+def test_a_difference_of_roots_has_the_error_of_many_test_sets() -> None:
+    rng = np.random.default_rng(4)
+    shared = rng.normal(size=(2000, 300))
+    ours, theirs = (shared + 0.5 * rng.normal(size=shared.shape)) ** 2, (1.2 * shared) ** 2
+    differences = np.sqrt(ours.mean(1)) - np.sqrt(theirs.mean(1))
+    a, b = paired_row("a", ours[:1], "rmse"), paired_row("b", theirs[:1], "rmse")
+    found = Comparison([a, b], "rmse").difference(a, b)
+    assert found is not None and found.error == pytest.approx(differences.std(), rel=0.15)
+
+
+def test_a_baseline_adds_no_variance_of_seeds() -> None:
+    rng = np.random.default_rng(1)
+    method, constant = paired_row("a", rng.random((3, 40))), paired_row("b", np.ones((1, 40)), seeds=0)
+    found = Comparison([method], "nll").difference(method, constant)
+    assert found is not None
+    rows = method.examples()["nll"].mean(0).var(ddof=1) / 40
+    own = method.examples()["nll"].mean(1).var(ddof=1)
+    seeds = (4 * own / (stats.chi2.median(2) / 2) + 2 * own) / 6 / 3
+    assert found.error == pytest.approx(np.sqrt(rows + seeds))
+
+
+@pytest.mark.parametrize(
+    "seeds, by_seed, by_row",
+    [(3, (0.05,) * 8, 1.0), (3, (0.3,) * 8, 1.0), (5, (0.1,) * 8, 0.2), (2, (0.2,) * 8, 0.5),
+     (3, (0.1, 0.3, 0.2, 0.4, 0.2, 0.1, 0.3, 0.2), 0.5)],
+    ids=["rows", "seeds", "five", "two", "unequal"],
+)  # fmt: skip
+def test_intervals_have_their_coverage_over_seeds_and_rows(
+    seeds: int, by_seed: tuple[float, ...], by_row: float
+) -> None:
+    """For equal methods, a 95 % interval contains zero in about 95 of 100 studies."""
+    rng = np.random.default_rng(2)
+    held, studies, rows = 0, 400, 60
+    for _ in range(studies):
+        common = rng.normal(0, 1, rows)
+        methods = [
+            paired_row(
+                str(number),
+                common
+                + rng.normal(0, by_row, rows)
+                + rng.normal(0, own, (seeds, 1))
+                + rng.normal(0, 0.3, (seeds, rows)),
+            )
+            for number, own in enumerate(by_seed)
+        ]
+        found = Comparison(methods, "nll").difference(methods[0], methods[1])
+        assert found is not None
+        low, high = found.interval()
+        held += low <= 0 <= high
+    assert 0.92 <= held / studies <= 0.995

@@ -1,4 +1,4 @@
-"""The specification of a study: read, checked with lines, filled in, written."""
+"""Specifications are read, checked with line numbers, filled in and written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(tmp_path, text):
 
 # -- lines -------------------------------------------------------------------------------------------------
 
-# Every number is that of the line on which its key begins.
+# Every value is the number of the line on which its key begins.
 LINES = """top = 1
 "quoted key" = 2  # a comment = 3
 text = \'\'\'
@@ -85,12 +85,12 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(N
 
 @settings(deadline=None)
 @given(st.dictionaries(NAMES, VALUES))
-def test_what_is_written_reads_back(table):
+def test_written_toml_reads_back(table):
     assert tomllib.loads(to_toml(table)) == table
 
 
 @pytest.mark.parametrize("shape", [DIGITS, (3, 32, 32), (1, 28, 28), TABLE])
-def test_a_filled_in_specification_reads_back_and_is_filled_in_already(tmp_path, shape):
+def test_a_resolved_specification_reads_back(tmp_path, shape):
     spec = Spec.of(seeds=[3, 1], schedule={"name": "multistep", "milestones": [0.5]}).resolved(shape)
     again = Spec.load(written(tmp_path, spec.to_toml()))
     assert again == spec
@@ -101,33 +101,26 @@ def test_a_filled_in_specification_reads_back_and_is_filled_in_already(tmp_path,
 
 WRONG = [
     ("seeds = 0", 1, ["seeds", "1 to 10000", "0"]),
-    ("seeds = [0, 1, 0]", 1, ["seeds", "twice"]),
+    ("seeds = [0, 1, 0]", 1, ["seeds", "must not repeat"]),
     ("seeds = [0,\n -1]", 1, ["seeds[1]", "greater than or equal to 0", "-1"]),
     ("\ndevice = 'gpu'", 2, ["device", "'auto', 'cpu' or 'cuda'", "'gpu'"]),
     ("epochs = 3", 1, ["'epochs'", "[training] epochs", "seeds"]),
     ("[training]\nepoch = 3", 2, ["'training.epoch'", "did you mean epochs", "batch_size"]),
     ("[training]\n\nepochs = 0", 3, ["training.epochs", "greater than or equal to 1", "0"]),
-    ("training.epochs = 2.5", 1, ["training.epochs", "integer", "2.5"]),
     ("\ntraining = { epochs = 3, batch_size = '64' }", 2, ["training.batch_size", "integer", "'64'"]),
-    ("[training]\noptimizer = 'sdg'", 2, ["training.optimizer", "'sgd', 'adam' or 'adamw'", "'sdg'"]),
-    ("[training]\nmomentum = 1", 2, ["training.momentum", "less than 1", "1"]),
     ("[training]\nlr = nan", 2, ["training.lr", "nan"]),
     ("[training]\nschedule = 'cosin'", 2, ["training.schedule", "cosine, cyclic", "'cosin'"]),
     ("[training.schedule]\nname = 'cyclic'\ncycels = 3", 1, ["training.schedule", "cycels"]),
-    ("training = 3", 1, ["training", "a valid dictionary", "3"]),
-    ("[data]\nvalidation = 1.5", 2, ["data.validation", "less than 1", "1.5"]),
     ("[data]\nood = 'svhn'", 2, ["data.ood", "a valid list", "'svhn'"]),
     ("[data]\nsize = [1, 2, 3]", 2, ["data.size", "at most 2"]),
-    ("[data]\ntask = 'ranking'", 2, ["data.task", "'classification' or 'regression'", "'ranking'"]),
     ("[evaluation]\nshift = ['fog',\n'frog']", 2, ["evaluation.shift[1]", "gaussian_noise, shot_noise", "'frog'"]),
     ("[evaluation]\nseverities = [1, 6]", 2, ["evaluation.severities[1]", "less than or equal to 5", "6"]),
-    ("[evaluation]\nsizes = []", 2, ["evaluation.sizes", "at least 1"]),
     ("[model]\nname = 'resnet'", 2, ["model.name", "resnet18", "'resnet'"]),
     ("[model]\nfile = 'nowhere.py'\nname = 'build'", 2, ["model.file", "'nowhere.py'"]),
     ("[model]\nname = 'mlp'\n[model.settings]\nhidden = [3]\n[model.setting]", 5, ["'model.setting'", "settings"]),
     ("methods = 'single'", 1, ["methods", "'single'"]),
     ("methods = []", 1, ["methods", "[]"]),
-    ("methods = ['single',\n'single']", 1, ["methods", "'single' twice"]),
+    ("methods = ['single',\n'single']", 1, ["methods", "lists 'single' twice"]),
     ("methods = ['single',\n'packd']", 1, ["methods", "single, deep, tabm, packed", "did you mean packed"]),
     ("[methods.single]\n[methods.packed]\nmembres = 4", 3, ["methods.packed", "'membres'", "members, alpha, gamma"]),
     ("[methods.packed]\nmembers = '4'", 2, ["methods.packed.members", "a number", "'4'"]),
@@ -139,17 +132,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("text, line, told", WRONG)
-def test_an_error_names_the_key_its_line_and_the_choices(tmp_path, text, line, told):
+@pytest.mark.parametrize("text, line, parts", WRONG)
+def test_an_error_names_the_key_its_line_and_the_choices(tmp_path, text, line, parts):
     with pytest.raises(SpecError) as caught:
         Spec.load(written(tmp_path, text))
     assert caught.value.lines == [line]
     message = str(caught.value)
     assert message.startswith(f"study.toml, line {line}: ")
-    assert not [part for part in told if part not in message], message
+    assert not [part for part in parts if part not in message], message
 
 
-def test_all_errors_are_told_from_the_first_line_to_the_last(tmp_path):
+def test_all_errors_are_listed_in_order_of_lines(tmp_path):
     text = (
         "seeds = 0\n[methods.packed]\nmembres = 2\n[training]\nepochs = 0\n[model]\nname = 'x'\n[evaluation]\ndraws = 0"
     )
@@ -159,7 +152,7 @@ def test_all_errors_are_told_from_the_first_line_to_the_last(tmp_path):
     assert len(str(caught.value).splitlines()) == 5
 
 
-def test_what_is_no_toml_or_no_key_is_told_with_the_file_if_there_is_one(tmp_path):
+def test_unreadable_files_and_unknown_keys_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"study.toml: .*line 2"):
         Spec.load(written(tmp_path, "seeds = 1\nepochs =\n"))
     with pytest.raises(ValueError, match="cannot be read"):
@@ -170,10 +163,10 @@ def test_what_is_no_toml_or_no_key_is_told_with_the_file_if_there_is_one(tmp_pat
         Spec.of(epoch=3)
 
 
-# -- what it says ------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------
 
 
-def test_methods_are_a_list_or_tables_and_one_may_come_twice(tmp_path):
+def test_methods_are_a_list_or_tables_with_names_of_their_own(tmp_path):
     listed = Spec.load(written(tmp_path, "methods = ['single', 'packed']"), data="digits").methods
     assert listed["packed"].settings == METHODS["packed"].settings
     text = "[methods.packed]\nalpha = 3\n[methods.packed_8]\nmethod = 'packed'\nmembers = 8"
@@ -183,14 +176,14 @@ def test_methods_are_a_list_or_tables_and_one_may_come_twice(tmp_path):
     assert tables["packed_8"].settings == {"members": 8, "alpha": 2, "gamma": 1, "layers": None}
 
 
-def test_options_replace_what_the_file_says(tmp_path):
+def test_options_replace_values_of_the_file(tmp_path):
     path = written(tmp_path, "seeds = 5\n[training]\nepochs = 9\nlr = 0.5\n[data]\nsource = 'a/b'\nlimit = 7")
     spec = Spec.load(path, epochs=2, seeds=[4], data="c/d", model="mlp", precision=None)
     assert (spec.training.epochs, spec.training.lr, spec.seeds) == (2, 0.5, [4])
     assert (spec.data.source, spec.data.limit, spec.model.name) == ("c/d", 7, "mlp")
 
 
-def test_files_are_relative_to_the_specification_and_a_model_may_be_a_function_of_one(tmp_path):
+def test_files_are_relative_to_the_specification(tmp_path):
     (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
     (tmp_path / "net.py").write_text("")
     text = "[data]\nsource = 'rows.csv'\nood = ['owner/name']\n[model]\nfile = 'net.py'\nname = 'build'"
@@ -201,13 +194,13 @@ def test_files_are_relative_to_the_specification_and_a_model_may_be_a_function_o
     assert Spec.of(model=f"{tmp_path}/net.py:build").model == spec.model
 
 
-def test_only_digits_as_they_are_come_with_the_package():
+def test_only_the_complete_digits_are_embedded():
     assert Spec.of(data="digits").data.embedded
     assert not Spec.of(data="digits", limit=100).data.embedded
     assert not Spec.of(data="owner/name").data.embedded
 
 
-def test_defaults_depend_on_the_data_and_what_is_given_stays():
+def test_defaults_depend_on_the_data():
     images, table = Spec.of(epochs=3).resolved(DIGITS), Spec.of(epochs=3).resolved(TABLE)
     assert (images.model.name, table.model.name) == ("small_cnn", "tabular")
     assert images.training.epochs == table.training.epochs == 3
@@ -223,19 +216,19 @@ def test_defaults_depend_on_the_data_and_what_is_given_stays():
     "options, shape, key, value",
     [
         ({}, (3, 32, 32), "warmup", 1),
-        ({"epochs": 1}, (3, 32, 32), "warmup", 0),  # too short a training for the usual one
+        ({"epochs": 1}, (3, 32, 32), "warmup", 0),  # training is too short for a warm-up
         ({}, DIGITS, "optimizer", "adam"),
-        ({"optimizer": "sgd"}, DIGITS, "lr", 0.05),  # another optimizer brings its own rate
+        ({"optimizer": "sgd"}, DIGITS, "lr", 0.05),  # learning rates depend on the optimizer
         ({"optimizer": "sgd", "lr": 0.2}, DIGITS, "lr", 0.2),
         ({"optimizer": "adamw"}, (3, 32, 32), "lr", 1e-3),
     ],
 )
-def test_a_default_of_training_fits_the_others(options, shape, key, value):
+def test_training_defaults_fit_each_other(options, shape, key, value):
     assert getattr(Spec.of(**options).resolved(shape).training, key) == value
 
 
 @pytest.mark.parametrize(
-    "text, shape, line, told",
+    "text, shape, line, message",
     [
         ("[evaluation]\nshift = ['fog']", TABLE, 2, "evaluation.shift"),
         ("[training]\naugment = 'crop'", TABLE, 2, "training.augment"),
@@ -243,15 +236,15 @@ def test_a_default_of_training_fits_the_others(options, shape, key, value):
         ("[methods.single]\n[methods.smooth]", TABLE, 2, "methods.smooth"),
     ],
 )
-def test_what_the_data_cannot_have_is_told_with_its_line(tmp_path, text, shape, line, told):
-    with pytest.raises(SpecError, match=rf"line {line}: {told}"):
+def test_values_that_do_not_fit_the_data_are_refused_with_their_line(tmp_path, text, shape, line, message):
+    with pytest.raises(SpecError, match=rf"line {line}: {message}"):
         Spec.load(written(tmp_path, text), data="digits").resolved(shape)
 
 
 @pytest.mark.parametrize("text", ["", "seeds = 3", "[data]\ntarget = 'y'"])
-def test_a_file_must_say_what_to_learn_unless_the_command_line_does(tmp_path, text):
+def test_the_data_must_be_named_in_the_file_or_as_an_option(tmp_path, text):
     path = written(tmp_path, text)
-    with pytest.raises(SpecError, match="data.source must say what to learn, such as a file, or digits"):
+    with pytest.raises(SpecError, match="data.source must name the data"):
         Spec.load(path)
     assert Spec.load(path, data="digits").data.source == "digits"
 
@@ -289,7 +282,7 @@ epochs = 200
 """
 
 
-def test_a_scale_changes_what_it_names_and_nothing_else(tmp_path):
+def test_a_scale_changes_only_its_own_values(tmp_path):
     path = written(tmp_path, SCALED)
     plain, smoke = Spec.load(path), Spec.load(path, "smoke")
     assert (plain.seeds, plain.training.epochs, plain.methods["packed"].settings["members"]) == ([0, 1, 2], 75, 4)
@@ -318,12 +311,12 @@ def test_a_scale_changes_what_it_names_and_nothing_else(tmp_path):
         ),
     ],
 )
-def test_a_wrong_scale_gets_a_sentence(tmp_path, text, scale, sentence):
+def test_a_wrong_scale_is_refused(tmp_path, text, scale, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape('study.toml' + sentence)}"):
         Spec.load(written(tmp_path, text), scale)
 
 
-def test_a_score_that_the_task_has_not_is_refused_before_anything_is_trained():
+def test_a_score_of_another_task_is_refused():
     assert Spec.of(by="nll").resolved((4,), "regression").by == "nll"
     with pytest.raises(SpecError, match="--by must be one of nll, brier, accuracy for classification, got 'rmse'"):
         Spec.of(by="rmse").resolved((1, 8, 8), "classification")

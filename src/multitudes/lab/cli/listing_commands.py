@@ -66,7 +66,7 @@ def bench(
 
     import torch
 
-    from multitudes.lab.study.run.costs import Prediction, TrainingStep, in_turns, multiply_adds, parameters
+    from multitudes.lab.study.run.costs import TimedPrediction, TrainingStep, in_turns, multiply_adds, parameters
     from multitudes.lab.study.run.trained_network import mixed_precision
     from multitudes.lab.study.spec.assignment import precision_on
     from multitudes.lab.study.spec.method_rows import build, method_of, methods_for
@@ -94,7 +94,7 @@ def bench(
             nets[name] = _finished(net, x, y, method)
             nets[name].draws = draws
         say("Measuring in turns")
-        predictions = {name: Prediction(net, x, batch) for name, net in nets.items()}
+        predictions = {name: TimedPrediction(net, x, batch) for name, net in nets.items()}
         inference = in_turns({name: each.seconds for name, each in predictions.items()}, "single")
         training = in_turns({name: each.seconds for name, each in steps.items()}, "single")
         fixed = {

@@ -154,12 +154,12 @@ def leaderboard_tables(
     Columns that exceed `width` go into further tables.
     """
     from multitudes.lab.report.board import cells_of
-    from multitudes.lab.study.results.score_columns import first_columns, in_words, remark
+    from multitudes.lab.study.results.score_columns import display_name, first_columns, remark
 
     methods = [Text("method")]
     for row in rows:
         told = remark(row, rows, by)
-        methods.append(Text(f"{in_words(row)} ({told})" if told else row.name, style="dim" if row.baseline else ""))
+        methods.append(Text(f"{display_name(row)} ({told})" if told else row.name, style="dim" if row.baseline else ""))
     groups: list[list[list[Text]]] = [[methods]]
     for column in first_columns(rows, by, tiny, unbalanced):
         cells = [Text(column.heading), *map(_cell, cells_of(rows, column))]

@@ -194,7 +194,7 @@ def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
     from multitudes.lab.data.tables.column_types import ColumnReading
     from multitudes.lab.study.spec.planning import prepare
 
-    run = prepare(spec, out, rerun_stale=rerun_stale, say=say)
+    run = prepare(spec, out, rerun_stale=rerun_stale, notify=say)
     about = run.about or {}
     say_dropped(about.get("dropped") or {})
     say_columns([ColumnReading(**each) for each in about.get("columns") or []])
@@ -232,7 +232,7 @@ def _time_for_seeds(run: Run, workers: int | None) -> bool:
 def _conclude(run: Run, failed: dict[str, str]) -> None:
     """Show the leaderboard, the answer, the failed jobs and the path of the page."""
     from multitudes.lab.report import read_results, write
-    from multitudes.lab.study.results.importance import in_a_sentence
+    from multitudes.lab.study.results.importance import importance_sentence
     from multitudes.lab.study.results.score_columns import caption
     from multitudes.lab.study.run.conclusion import measure_all
 
@@ -242,7 +242,7 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
         board, tiny, uneven, answer = results.board, results.tiny, results.imbalance, results.recommendation
         tables = leaderboard_tables(board, answer.by, console().width, tiny, bool(uneven))
         show(*tables, f"{caption(board, tiny)}\n")
-        more = [line for line in (uneven, in_a_sentence(results.importance)) if line]
+        more = [line for line in (uneven, importance_sentence(results.importance)) if line]
         show(answer.headline, *map(str, answer.advice), *answer.notes, *answer.warnings, *more, "")
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")

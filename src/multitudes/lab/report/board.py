@@ -18,9 +18,9 @@ from multitudes.lab.study.results.score_columns import (
     caption,
     column_of,
     costs,
+    display_name,
     first_columns,
     fixed,
-    in_words,
     more_columns,
     remark,
 )
@@ -87,7 +87,7 @@ def table_of(results: Results, columns: Sequence[Column], heads: Sequence[Head])
     lines = [
         Line(
             None if row.baseline else results.methods.index(row.name),
-            in_words(row),
+            display_name(row),
             [column[at] for column in cells],
             remark(row, results.board, results.by),
         )
@@ -133,7 +133,9 @@ def answer(results: Results) -> View | None:
     marks = []
     for point in found.points:
         bars = [] if point.low == point.high else sorted(alone + sign * gain for gain in (point.low, point.high))
-        tip = f"{column.title} {column.told(point.score)}, {fixed(point.cost, 2)} × the price of the single network"
+        tip = (
+            f"{column.title} {column.with_unit(point.score)}, {fixed(point.cost, 2)} × the price of the single network"
+        )
         label = point.method if point.method in named or point.on_frontier else ""
         marks.append(_mark(results, point.method, point.cost, point.score, bars, tip, label))
     front = [(point.cost, point.score) for point in found.points if point.on_frontier]
@@ -169,7 +171,7 @@ def _view(results: Results, score: str, price: Column) -> View | None:
         spread = row.values[score].spread
         bars = [] if spread is None else [row[score] - spread, row[score] + spread]
         paid = price.cell(row.values[price.name])
-        tip = f"{column.title} {column.told(row[score])}, {price.title} {paid} ×"
+        tip = f"{column.title} {column.with_unit(row[score])}, {price.title} {paid} ×"
         marks.append(_mark(results, row.name, row[price.name], row[score], bars, tip, row.name if row in front else ""))
     places = [(row[price.name], row[score]) for row in front]
     title = f"{price.title}, × the single network's"

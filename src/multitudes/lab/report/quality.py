@@ -45,8 +45,8 @@ def _over_seeds(at: int, values: Mapping[int, list[float]], measure: str, place:
     """Plot a method's mean over seeds, with error bars of one standard deviation."""
     column, found = column_of(measure), [mean_spread(each) for each in values.values()]
     tips = [
-        f"{place.format(where)}: {column.title} {column.told(mean)}"
-        + ("" if math.isnan(spread) else f" ± {column.told(spread)}")
+        f"{place.format(where)}: {column.title} {column.with_unit(mean)}"
+        + ("" if math.isnan(spread) else f" ± {column.with_unit(spread)}")
         for where, (mean, spread) in zip(values, found, strict=True)
     ]
     low, high = [mean - spread for mean, spread in found], [mean + spread for mean, spread in found]

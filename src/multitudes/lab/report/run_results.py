@@ -21,7 +21,7 @@ from multitudes.lab.study.results.leaderboard import leaderboard
 from multitudes.lab.study.results.recommendation import Recommendation, recommend
 from multitudes.lab.study.results.result_rows import TARGETS, Row
 from multitudes.lab.study.results.score_columns import imbalance
-from multitudes.lab.study.run.store import PREDICTIONS, WRITTEN_AGAIN, Run
+from multitudes.lab.study.run.store import PREDICTIONS, REWRITE, Run
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def read_results(directory: str | Path) -> Results:
     about, trained_on = run.about, outcomes[0].config.get("data", {})
     if about is None or about.get("task") not in TARGETS:
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
-        raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
+        raise DamagedError(run.about_path, f"{what}; {REWRITE}")
     if trained_on.get("fingerprint") not in (None, about.get("fingerprint"), *(about.get("folds") or ())):
-        raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
+        raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {REWRITE}")
     source = str(run.spec.get("data", {}).get("source", trained_on.get("source", "")))
     data = None
     if run.data_path.is_file() or source == "digits":

@@ -81,21 +81,21 @@ def importance(net: Any, data: Data) -> dict[str, Any]:
     return {"rows": count, "base": list(base), "columns": {name: found[name] for name in order_of}}
 
 
-def in_a_sentence(table: Mapping[str, Any]) -> str:
+def importance_sentence(table: Mapping[str, Any]) -> str:
     """List the columns that matter most to the best method; empty if nothing was measured or nothing matters.
 
     >>> columns = {"age": {"score": [0.4, 0.6]}, "id": {"score": [-0.01, 0.0]}}
-    >>> in_a_sentence({"score": "rmse", "methods": {"packed": {"columns": columns}}})
-    'What shuffling a column costs packed most: age (RMSE +0.5).'
+    >>> importance_sentence({"score": "rmse", "methods": {"packed": {"columns": columns}}})
+    'Most important columns for packed, with the effect of shuffling each: age (RMSE +0.5).'
     """
     label, own = next(iter((table.get("methods") or {}).items()), ("", {"columns": {}}))
     means = {name: statistics.fmean(each["score"]) for name, each in own["columns"].items()}
-    told = [
-        f"{name} (accuracy −{100 * mean:.2g} points" if table["score"] == "accuracy" else f"{name} (RMSE +{mean:.2g}"
-        for name, mean in list(means.items())[:3]
-        if mean > 0
-    ]
-    return f"What shuffling a column costs {label} most: {'), '.join(told)})." if told else ""
+    form = "{} (accuracy −{:.2g} points)" if table.get("score") == "accuracy" else "{} (RMSE +{:.2g})"
+    scale = 100 if table.get("score") == "accuracy" else 1
+    changes = [form.format(name, scale * mean) for name, mean in list(means.items())[:3] if mean > 0]
+    if not changes:
+        return ""
+    return f"Most important columns for {label}, with the effect of shuffling each: {', '.join(changes)}."
 
 
 def _measured(net: Any, data: Data, x: Tensor, y: Tensor) -> tuple[float, float]:

@@ -35,7 +35,9 @@ def leaderboard(run: Run, by: str | None = None) -> list[Row]:
     methods: dict[str, list[Job]] = {}
     for job in run.done:
         methods.setdefault(job.label, []).append(job)
-    times, folds, overlap = (run.times or {}).get("methods", {}), tuple(run.folds), _overlap(run)
+    times, folds, parts = (run.times or {}).get("methods", {}), tuple(run.folds), (run.about or {}).get("parts") or {}
+    rest = parts.get("train", 0) + parts.get("validation", 0)
+    overlap = float(parts.get("test", 0) / rest) if folds and rest else 0.0
     rows = []
     for label, jobs in methods.items():
         tables = [_numbers(job.metrics) for job in jobs]
@@ -75,13 +77,6 @@ def _value(each: Sequence[tuple[float, int]], folded: bool) -> Value:
     return Value(values, sum(counts) if folded else counts[0])
 
 
-def _overlap(run: Run) -> float:
-    """Return the number of test rows in a fold per remaining row; 0 without folds."""
-    parts = (run.about or {}).get("parts") or {}
-    rest = parts.get("train", 0) + parts.get("validation", 0)
-    return float(parts.get("test", 0) / rest) if run.folds and rest else 0.0
-
-
 def _baselines(run: Run, folds: tuple[int, ...], overlap: float) -> list[Row]:
     """Return the rows of baselines that every fold has."""
     np = needed("numpy", "study", "a leaderboard")
@@ -111,8 +106,8 @@ def _examples(jobs: Sequence[Job], folded: bool) -> Mapping[str, Any]:
     ]
     if folded:  # disjoint test rows: concatenate them into one long test part
         return {name: np.concatenate([one[name] for one in found])[None] for name in _common(found)}
-    alike = [name for name in _common(found) if len({len(one[name]) for one in found}) == 1]
-    return {name: np.stack([one[name] for one in found]) for name in alike}
+    aligned = [name for name in _common(found) if len({len(one[name]) for one in found}) == 1]
+    return {name: np.stack([one[name] for one in found]) for name in aligned}
 
 
 # -- the best ----------------------------------------------------------------------------------------------
@@ -134,4 +129,4 @@ def level_with_best(rows: Sequence[Row], name: str) -> list[Row]:
         return []
     comparison = Comparison(methods, name)
     differences = {row.name: comparison.difference(row, top) for row in methods if row is not top}
-    return [top, *(row for row in methods if (found := differences.get(row.name)) and not found.sure())]
+    return [top, *(row for row in methods if (found := differences.get(row.name)) and not found.significant())]

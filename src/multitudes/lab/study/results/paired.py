@@ -55,7 +55,7 @@ class Difference:
         """Return the 95 % upper bound; `among` such bounds hold jointly (Bonferroni)."""
         return self.mean + self._reach(1 - (1 - LEVEL) / among)
 
-    def sure(self) -> bool:
+    def significant(self) -> bool:
         """Return whether the interval excludes zero."""
         low, high = self.interval()
         return low > 0 or high < 0
@@ -118,9 +118,8 @@ class Comparison:
         if ours is None or theirs is None or len(ours) != len(theirs) or len(ours) < 2:
             return None
         each = ours - theirs
-        if (
-            self.name.rpartition("/")[2] == "rmse"
-        ):  # rows are squares: a difference of roots is the difference of squares over the sum of roots
+        if self.name.rpartition("/")[2] == "rmse":
+            # Rows are squares: a difference of roots is the difference of squares over the sum of roots.
             each = each / max(math.sqrt(float(ours.mean())) + math.sqrt(float(theirs.mean())), 1e-300)
         return float(each.var(ddof=1)) / len(each), len(each) - 1.0
 

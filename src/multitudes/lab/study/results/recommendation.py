@@ -1,8 +1,9 @@
-"""Recommend a method for each budget: the one that is surely better than the single network by one score.
+"""Recommend a method for each budget: one that is significantly better than the single network by one score.
 
-A method is worth its price if its gain over the single network is large enough to matter (`NEGLIGIBLE`) and sure: above
-zero with 95 % confidence, over seeds and test rows, jointly for all methods of the budget. The price is the time of a
-prediction, or its multiply-adds if the network is so small that call overhead dominates the time.
+A method is worth its price if its gain over the single network is large enough to matter (`NEGLIGIBLE`) and
+significant: above zero with 95 % confidence, over seeds and test rows, jointly for all methods of the budget
+(Bonferroni). The price is the time of a prediction, or its multiply-adds if the network is so small that call overhead
+dominates the time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from multitudes.base.checks import plural
 from multitudes.lab.study.results.leaderboard import best, better, level_with_best, score_to_rank_by
 from multitudes.lab.study.results.paired import Comparison, Difference
 from multitudes.lab.study.results.result_rows import MODELS, Row
-from multitudes.lab.study.results.score_columns import column_of, in_words, is_vague
+from multitudes.lab.study.results.score_columns import column_of, display_name, is_vague
 from multitudes.metrics.declare import Better
 
 NEGLIGIBLE = {"nll": 0.03, "brier": 0.03, "crps": 0.02, "rmse": 0.02, "accuracy": 0.005, "log_density": 0.03}
@@ -117,7 +118,7 @@ class _Answer:
         return [row for row in self.others if self.price(row) <= limit]
 
     def worth(self, row: Row, among: int) -> bool:
-        """Return whether a method is better than the single network, surely and by enough."""
+        """Return whether a method is better than the single network, significantly and by enough."""
         found = self.gains.get(row.name)
         return found is not None and found.mean >= self.negligible and found.at_least(among) > 0
 
@@ -131,7 +132,7 @@ class _Answer:
         top = best(worth, self.name)
         if top is None:
             return None
-        level = [row for row in worth if row is top or not _sure(self.gain(top, row))]
+        level = [row for row in worth if row is top or not _is_gain(self.gain(top, row))]
         return min(level, key=lambda row: (round(self.price(row), 1), -self.sign * row[self.name]))
 
     # -- words -------------------------------------------------------------------------------------------
@@ -141,12 +142,12 @@ class _Answer:
         rival, top = self.ahead(self.name), best(self.methods, self.name)
         if rival is None or top is None:
             return ""
-        gain, words = self.gain(rival, top), in_words(rival)
-        words = words[:1].upper() + words[1:]
-        scores = f"{self.title} {self.told(rival)}, where {top.name}, the best of the networks, has {self.told(top)}"
-        if gain is None or not gain.sure():
-            return f"{words} is as good here: {scores}; the difference may be chance."
-        return f"{words} is better here: {scores}, which is surely worse by {self.amount(gain.at_least())} or more."
+        gain, model = self.gain(rival, top), display_name(rival)
+        model = model[:1].upper() + model[1:]
+        scores = f"{self.title} {self.score(rival)}, against {self.score(top)} for {top.name}"
+        if gain is None or not gain.significant():
+            return f"{model} is as good as the best network: {scores}; the difference may be due to chance."
+        return f"{model} is better than every network: {scores}, a difference of {self.at_least(gain)}."
 
     def ahead(self, name: str) -> Row | None:
         """Return the best model without a network if it beats every method by a score."""
@@ -162,36 +163,40 @@ class _Answer:
         if self.single is None:
             top = best(self.methods, self.name)
             assert top is not None
-            what = f"{top.name} is the best by {self.title} ({self.told(top)})"
-            return f"{what}; without the single network in the study, nothing says what that is worth."
-        alone = f"the single network ({self.title} {self.told(self.single)})"
+            what = f"{top.name} is the best by {self.title} ({self.score(top)})"
+            return f"{what}. To see whether it is worth its price, add the method single to the study."
+        alone = f"the single network ({self.title} {self.score(self.single)})"
         if not self.others:
             return f"Only {alone} is done, so there is nothing to compare it with."
         first = next((row for row in self.picks.values() if row is not None), None)
         top = best(self.others, self.name)
-        likely = top if top is not None and self.worth(top, 1) else None  # surely better on its own
+        likely = top if top is not None and self.worth(top, 1) else None  # significant on its own
         if (named := first or likely) is not None:
-            among = f"; as the best of {plural(len(self.others), 'method')} that may still be chance"
-            sure, doubt = ("worth", "") if first else ("probably worth", f"{among}, and more {self.unit}s can tell")
-            gain = f"{self.title} {self.told(named)}, where the single network has {self.told(self.single)}"
-            return f"{named.name} is {sure} its price: {gain}, at {self.paid(named)}{doubt}."
+            gain = f"{self.title} {self.score(named)}, against {self.score(self.single)} for the single network"
+            if first:
+                return f"{named.name} is worth its price: {gain}, at {self.paid(named)}."
+            chance = f"the best of {plural(len(self.others), 'method')} may be ahead by chance: run more {self.unit}s"
+            return f"{named.name} is probably worth its price: {gain}, at {self.paid(named)}; {chance}."
         known = [found.at_most(len(self.others)) for found in self.gains.values() if found]
         if not known:
-            return f"One run of each cannot tell whether any method is better than {alone}: more seeds can."
-        reach = max(known)  # the largest gain within the intervals
-        if reach <= self.negligible:
+            return f"One run per method cannot show whether any method is better than {alone}: run more seeds."
+        largest = max(known)
+        if largest <= self.negligible:
             much = self.amount(self.negligible)
-            return f"No method is worth its price here: none is better than {alone} by more than {much}."
-        unseen = f"gains up to {self.amount(reach)} would go unseen"
+            return f"No method is worth its price: none is better than {alone} by more than {much}."
         seeds = f" or {self.unit}s ({self.seeds[0]})" if self.seeds[0] > 1 else ""
         few = f"Too few test rows ({self.test_rows:,}){seeds}"
-        return f"{few} to tell whether any method is better than {alone}: {unseen}."
+        possible = f"gains of up to {self.amount(largest)} cannot be ruled out"
+        return f"{few} to tell whether any method is better than {alone}: {possible}."
 
-    def told(self, row: Row) -> str:
-        return column_of(self.name).told(row[self.name])
+    def score(self, row: Row) -> str:
+        return column_of(self.name).with_unit(row[self.name])
 
     def amount(self, value: float) -> str:
         return f"{100 * value:.2g} points" if self.name == "accuracy" else f"{value:.2g}"
+
+    def at_least(self, gain: Difference, among: int = 1) -> str:
+        return f"at least {self.amount(gain.at_least(among))} with 95 % confidence"
 
     def paid(self, row: Row) -> str:
         """Describe a method's price and training time."""
@@ -201,7 +206,7 @@ class _Answer:
         return f"{price or 'unknown'} the {COSTS[self.cost]}{trained}"
 
     def advice(self) -> tuple[Advice, ...]:
-        found = [Advice("Of the networks", None, self.worthwhile())] if self.beaten() else []
+        found = [Advice("Among the networks", None, self.worthwhile())] if self.beaten() else []
         if self.single is None or not self.others:
             return tuple(found)
         before: Row | None = None
@@ -217,17 +222,17 @@ class _Answer:
     def at(self, budget: str, row: Row | None, before: Row | None) -> Advice:
         if row is None:
             stay = f"stay with {before.name}" if before else "stay with the single network"
-            return Advice(budget, None, f"{stay}; nothing that costs so much is surely better by enough to matter.")
-        if before is not None and (row is before or not _sure(self.gain(row, before))):
-            return Advice(budget, before.name, f"still {before.name}; nothing dearer is surely better.")
+            return Advice(budget, None, f"{stay}; no method at this price has a significant gain that matters.")
+        if before is not None and (row is before or not _is_gain(self.gain(row, before))):
+            return Advice(budget, before.name, f"still {before.name}; no dearer method is significantly better.")
         gain = self.gains[row.name]
         assert gain is not None
         better_by = self.better_by(gain, len(self.rivals(BUDGETS[budget])))
-        how = f"{self.title} {self.told(row)}, {better_by}, at {self.paid(row)}"
+        how = f"{self.title} {self.score(row)}, {better_by}, at {self.paid(row)}"
         return Advice(budget, row.name, f"take {row.name}: {how}.")
 
     def better_by(self, gain: Difference, among: int = 1) -> str:
-        return f"better by {self.amount(gain.mean)} (surely by {self.amount(gain.at_least(among))})"
+        return f"better by {self.amount(gain.mean)} ({self.at_least(gain, among)})"
 
     def calibration(self) -> Advice | None:
         """Describe the gain from calibrating the single network, which needs no training."""
@@ -240,12 +245,12 @@ class _Answer:
         each = (examples[self.name] - examples[raw]).mean(0)
         error = float(each.std(ddof=1)) / math.sqrt(len(each))
         gain = Difference(self.sign * (row[self.name] - row[raw]), error, len(each) - 1.0)
-        budget, before = "Without training again", column_of(self.name).told(row[raw])
-        if gain.mean > 0 and gain.sure():
-            how = f"{self.title} {self.told(row)} instead of {before}, {self.better_by(gain)}"
+        budget, before = "Without retraining", column_of(self.name).with_unit(row[raw])
+        if _is_gain(gain):
+            how = f"{self.title} {self.score(row)} instead of {before}, {self.better_by(gain)}"
             return Advice(budget, row.name, f"calibrate the single network: {how}.")
-        numbers = f"{self.title} {self.told(row)}, before {before}"
-        return Advice(budget, None, f"calibrating the single network changes nothing that is sure ({numbers}).")
+        scores = f"{self.title} {self.score(row)}, before {before}"
+        return Advice(budget, None, f"calibrating the single network brings no significant gain ({scores}).")
 
     def notes(self) -> tuple[str, ...]:
         if len(self.methods) < 2:
@@ -253,17 +258,21 @@ class _Answer:
         level = level_with_best(self.rows, self.name)
         top = level[0]
         names = [row.name for row in level[1:]]
-        others = f"{len(names)} of the other {len(self.methods) - 1} methods are" if len(names) > 3 else _listed(names)
-        verb = "" if len(names) > 3 else (" are" if len(names) > 1 else " is")
         known = all(self.comparison.difference(row, top) for row in self.methods if row is not top)
-        beside = f"; {others}{verb} level with it" if names else ", ahead of all others" if known else ""
+        others = ""
+        if len(names) > 3:
+            others = f"; {len(names)} of the other {len(self.methods) - 1} methods are not significantly worse"
+        elif names:
+            others = f"; {_listed(names)} {'are' if len(names) > 1 else 'is'} not significantly worse"
+        elif known:
+            others = "; all others are significantly worse"
         few, many = self.seeds[0], self.seeds[-1]
         seeds = plural(few, self.unit) if few == many else f"{few} to {many} {self.unit}s"
-        alone = "; a second training of each may differ by more" if self.seeds[-1] == 1 else ""
+        one_seed = "; differences between two trainings of a method are not included" if many == 1 else ""
         return (
-            f"By {self.title} {top.name} is the best ({self.told(top)}){beside}.",
-            f"Sure is a confidence of 95 %, for all methods of a budget together, over {seeds} and {self.test_rows:,} "
-            f"test rows{alone}.",
+            f"{top.name} is the best by {self.title} ({self.score(top)}){others}.",
+            f"Significant means with 95 % confidence, jointly for all methods of a budget (Bonferroni), "
+            f"over {seeds} and {self.test_rows:,} test rows{one_seed}.",
         )
 
     def warnings(self) -> tuple[str, ...]:
@@ -272,25 +281,23 @@ class _Answer:
         if short:
             shares = sorted(row["coverage_90"] for row in short)
             held = f"{100 * shares[0]:.0f}" + (f" to {100 * shares[-1]:.0f}" if len(shares) > 1 else "")
-            found.append(f"Intervals of 90 % of {_some(short)} hold only {held} % of the truth.")
+            found.append(f"The 90 % intervals of {_some(short)} contain only {held} % of the true values.")
         rival = self.ahead(self.name)
         for point in ("rmse", "accuracy"):
             other = self.ahead(point) if point != self.name else None
             if other is not None and other is not rival and (top := best(self.methods, point)):
-                told = [column_of(point).told(row[point]) for row in (other, top)]
-                found.append(
-                    f"By {column_of(point).title} alone {in_words(other)} is better than every method: {told[0]}, "
-                    f"where {top.name} has {told[1]}."
-                )
+                column = column_of(point)
+                scores = f"{column.with_unit(other[point])}, against {column.with_unit(top[point])} for {top.name}"
+                found.append(f"By {column.title} alone, {display_name(other)} is better than every network: {scores}.")
         for baseline in (row for row in self.rows if row.baseline and math.isfinite(row[self.name])):
             if baseline is rival:
                 continue  # covered by the headline
             worse = [row for row in self.methods if self.sign * (row[self.name] - baseline[self.name]) < 0]
             if worse:
                 every = "Every method" if len(worse) == len(self.methods) else _some(worse)
-                verb = "is" if len(worse) in (1, len(self.methods)) else "are"
-                score = f"by {self.title} ({self.told(baseline)})"
-                found.append(f"{every} {verb} worse than {in_words(baseline)} {score}.")
+                verb = "has" if len(worse) in (1, len(self.methods)) else "have"
+                name, score = display_name(baseline), self.score(baseline)
+                found.append(f"{every} {verb} a worse {self.title} than {name} ({score}).")
         return tuple(found)
 
     # -- the figure --------------------------------------------------------------------------------------
@@ -307,8 +314,8 @@ class _Answer:
         return tuple(found)
 
 
-def _sure(gain: Difference | None) -> bool:
-    return gain is not None and gain.mean > 0 and gain.sure()
+def _is_gain(gain: Difference | None) -> bool:
+    return gain is not None and gain.mean > 0 and gain.significant()
 
 
 def _covers_too_little(row: Row) -> bool:

@@ -74,12 +74,12 @@ class Column:
         """
         return f"about {fixed(value.mean, 1)}" if self.is_cost and is_vague(value) else self.text(value.mean)
 
-    def told(self, value: float) -> str:
+    def with_unit(self, value: float) -> str:
         """Format a raw value with its unit.
 
-        >>> Column("accuracy", "accuracy", "%", 1).told(0.9731), Column("nll", "NLL").told(0.0546)
+        >>> Column("accuracy", "accuracy", "%", 1).with_unit(0.9731), Column("nll", "NLL").with_unit(0.0546)
         ('97.3 %', '0.055')
-        >>> Column("costs/inference_time_ratio", "inference time", "×", 2).told(2.0)
+        >>> Column("costs/inference_time_ratio", "inference time", "×", 2).with_unit(2.0)
         '2.00 ×'
         """
         return f"{self.text(self.shown(value))} {self.unit}".strip()
@@ -189,9 +189,9 @@ def caption(rows: Sequence[Row], tiny: bool = False) -> str:
     parts = ["Mean over one seed" if counts[-1] == 1 else f"Mean over {seeds}, ± the standard deviation between them"]
     parts += ["★ is the best of a score", "Costs are multiples of the single network's"]
     if any(column.is_cost and is_vague(value) for row in rows for column in COSTS if (value := column.of(row))):
-        parts[-1] += "; “about” is a time that varies by more than it differs from it"
+        parts[-1] += "; “about” marks times whose variation is larger than their difference from it"
     if tiny:
-        parts.append("The network is so small that times are mostly those of calling it: go by multiply-adds")
+        parts.append("The network is so small that call overhead dominates the times: compare multiply-adds")
     return "".join(f"{part}. " for part in parts).strip()
 
 
@@ -199,7 +199,7 @@ def imbalance(about: Mapping[str, Any]) -> str:
     """Return a sentence if classes are unbalanced, based on `data.json`; else an empty string.
 
     >>> print(imbalance({"classes": {"no": 90, "yes": 10}}))
-    Classes are unbalanced: no has 90 % of the training rows, yes 10 %. Balanced accuracy and AUROC count them alike.
+    Classes are unbalanced: no has 90 % of the training rows, yes 10 %. Balanced accuracy and AUROC weigh them equally.
     >>> imbalance({"classes": {"no": 60, "yes": 40}})
     ''
     """
@@ -213,7 +213,7 @@ def imbalance(about: Mapping[str, Any]) -> str:
     shares = [f"{100 * counts[name] / total:.2g} %" for name in (most, least)]
     return (
         f"Classes are unbalanced: {most} has {shares[0]} of the training rows, {least} {shares[1]}. "
-        f"Balanced accuracy and AUROC count them alike."
+        f"Balanced accuracy and AUROC weigh them equally."
     )
 
 
@@ -223,10 +223,10 @@ def remark(row: Row, rows: Sequence[Row], by: str) -> str:
         return "baseline"
     quality = better(by).quality
     beaten = [other for other in rows if other.baseline and quality(other[by]) > quality(row[by])]
-    return f"worse than {in_words(min(beaten, key=lambda other: quality(other[by])))}" if beaten else ""
+    return f"worse than {display_name(min(beaten, key=lambda other: quality(other[by])))}" if beaten else ""
 
 
-def in_words(row: Row) -> str:
+def display_name(row: Row) -> str:
     """Return a row's name, spelled out for baselines."""
     names = {
         "constant": "a constant prediction",

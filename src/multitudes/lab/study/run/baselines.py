@@ -33,12 +33,10 @@ def measure_baselines(data: Data) -> dict[str, Any]:
 
     - `chance` (classes): uniform probabilities.
     - `constant`: the class frequencies of the training part, or the Gaussian of its targets.
-    - `gradient_boosting`, `random_forest` and `linear` (logistic or ridge regression on normalised inputs), for tables:
-      scikit-learn models with default settings, trained on the training part. For regression, the standard deviation is
-      that of the residuals on the validation part. No forest above 20,000 rows.
-    - `linear` (texts): logistic or ridge regression on tf-idf token counts.
-    - `gradient_boosting_quantiles` (regression on tables): gradient boosting of the quantiles 0.05, 0.5 and 0.95, for
-      90 % intervals.
+    - `gradient_boosting`, `random_forest` and `linear` (logistic or ridge regression) for tables: scikit-learn models
+      with default settings. In regression, the standard deviation is that of the validation residuals.
+    - `linear` for texts: logistic or ridge regression on tf-idf token counts.
+    - `gradient_boosting_quantiles` (regression on tables): quantiles 0.05, 0.5 and 0.95, for 90 % intervals.
     """
     makers: dict[str, Callable[[Data], Tensor | Forecasts]] = {"constant": _constant}
     if data.classes:

@@ -19,10 +19,10 @@ from multitudes.landscape.weight_space.planes import plane
 
 LANDSCAPE = "landscape.json"
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def measure_all(run: Run, say: Say) -> None:
+def measure_all(run: Run, notify: Notify) -> None:
     """Measure everything that concerns all jobs together, unless it was measured for the same jobs already.
 
     Skips times or column importance if a network cannot be loaded here or the study's device is missing.
@@ -31,18 +31,18 @@ def measure_all(run: Run, say: Say) -> None:
         return
     if set((run.times or {"methods": ()})["methods"]) != set(run.timed):
         try:
-            run.write_table(run.times_path.name, measure_times(run, say) or {}, run.timed)
+            run.write_table(run.times_path.name, measure_times(run, notify) or {}, run.timed)
         except ValueError as error:
-            say(f"Times were not measured: {error}")
+            notify(f"Times were not measured: {error}")
     if run.baselines is None:
         _write_baselines(run)
     write_landscape(run)
     if (run.about or {}).get("kind") == "table" and run.read_table(NAME) is None:
-        say("Measuring which columns matter")
+        notify("Measuring which columns matter")
         try:
             run.write_table(NAME, measure_importance(run))
         except ValueError as error:
-            say(f"Which columns matter was not measured: {error}")
+            notify(f"Which columns matter was not measured: {error}")
 
 
 def _write_baselines(run: Run) -> None:
@@ -68,15 +68,15 @@ def write_landscape(run: Run, points: int = 21, images: int = 256) -> Path | Non
     """
     if run.read_table(LANDSCAPE) is not None:
         return run.directory / LANDSCAPE
-    found = _three(run)
+    found = _three_networks(run)
     if found is None:
         return None
     networks, trained = found
     test = trained.data.test
     data = trained.data.normalised(test.x[:images]).to(trained.device), test.y[:images].to(trained.device)
     train = trained.data.normalised(trained.data.train.x[:images]).to(trained.device)
-    alike = list(networks.values())
-    scored = plane(alike[0], data, through=alike, points=points, batch_norm=train, progress=False)
+    models = list(networks.values())
+    scored = plane(models[0], data, through=models, points=points, batch_norm=train, progress=False)
     x, y = (axis.tolist() for axis in scored.axes)
     places = [
         {"name": name, "x": at[0], "y": at[1], "loss": _finite(loss)}
@@ -92,7 +92,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _three(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
+def _three_networks(run: Run) -> tuple[dict[str, nn.Module], Trained] | None:
     """Return three networks by name, and one of their jobs."""
     done = {job.name: job for job in run.done}
     for job in done.values():

@@ -73,7 +73,7 @@ def multiply_adds(net: Multitude, x: Tensor) -> int:
     return trace.multiply_adds
 
 
-class Prediction:
+class TimedPrediction:
     """A prediction to be timed, for inputs `x [B, ...]`; the batch shrinks from `BATCH` until it is fast enough."""
 
     def __init__(self, net: Any, x: Tensor, batch: int | None = None) -> None:
@@ -246,7 +246,7 @@ def commit() -> str | None:
 # -- times of a study --------------------------------------------------------------------------------------
 
 
-def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -> dict[str, Any] | None:
+def measure_times(run: Run, notify: Callable[[str], None] = lambda message: None) -> dict[str, Any] | None:
     """Time all methods with a finished job, on their first seed; None if nothing is done.
 
     Training is timed on the untrained network, prediction on the trained one.
@@ -254,37 +254,29 @@ def measure_times(run: Run, say: Callable[[str], None] = lambda message: None) -
     jobs = _assignments(run.done)
     if not jobs:
         return None
-    say(f"Timing {len(jobs)} methods in turns")
+    notify(f"Timing {len(jobs)} methods in turns")
     some = next(iter(jobs.values()))
     alone = next((label for label, job in jobs.items() if job.method.name == "single"), "")
     with seeded(0):
         network = some.network()
-        single = some.of_single.built(network)
+        single = some.as_single.convert(network)
         x = some.data.normalised(some.data.test.x[:BATCH]).to(some.device)
-        base, batch = Prediction(single, x), _batch(some.of_single, single)
-        predicting = {label: Prediction(_trained(job), x, base.batch).seconds for label, job in jobs.items()}
+        base, batch = TimedPrediction(single, x), _batch(some.as_single, single)
+        predicting = {label: TimedPrediction(_trained(job), x, base.batch).seconds for label, job in jobs.items()}
         training = {
-            label: TrainingStep(job.built(network), *batch, job.arguments).seconds for label, job in jobs.items()
+            name: TrainingStep(job.convert(network), *batch, job.arguments).seconds for name, job in jobs.items()
         }
         if not alone:  # the base of the ratios
             predicting[alone] = base.seconds
-            training[alone] = TrainingStep(single, *batch, some.of_single.arguments).seconds
+            training[alone] = TrainingStep(single, *batch, some.as_single.arguments).seconds
         tiny = _tiny(base)
-        inference, steps = in_turns(predicting, alone), in_turns(training, alone)
+        inference, trained = in_turns(predicting, alone), in_turns(training, alone)
     epochs = {label: len(Job(job.directory).metrics["history"]) for label, job in jobs.items()}
-    times = {
-        label: epochs[label] / max(epochs.get(alone, job.config["training"]["epochs"]), 1)
-        for label, job in jobs.items()
-    }
-    return {
-        "tiny": tiny,
-        "batch": base.batch,
-        "machine": machine(some.device),
-        "methods": {
-            label: {"inference": asdict(inference[label]), "training": asdict(steps[label].times(times[label]))}
-            for label in jobs
-        },
-    }
+    methods = {}
+    for label, job in jobs.items():
+        factor = epochs[label] / max(epochs.get(alone, job.config["training"]["epochs"]), 1)
+        methods[label] = {"inference": asdict(inference[label]), "training": asdict(trained[label].times(factor))}
+    return {"tiny": tiny, "batch": base.batch, "machine": machine(some.device), "methods": methods}
 
 
 def _assignments(jobs: list[Job]) -> dict[str, Assignment]:
@@ -300,7 +292,7 @@ def _assignments(jobs: list[Job]) -> dict[str, Assignment]:
 
 def _trained(job: Assignment) -> Any:
     net = load(job.directory / "model.safetensors", job.network(with_weights=False))
-    job.prepared(net.net if isinstance(net, Calibrated) else net)
+    job.prepare(net.net if isinstance(net, Calibrated) else net)
     return net.to(job.device).eval()
 
 
@@ -312,9 +304,9 @@ def _batch(job: Assignment, single: Any) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _tiny(base: Prediction) -> bool:
+def _tiny(base: TimedPrediction) -> bool:
     """Return whether call overhead dominates the network's run time."""
     if base.batch < SMALL:
         return False
-    small = Prediction(base.net, base.x, max(1, base.batch // SMALL))
+    small = TimedPrediction(base.net, base.x, max(1, base.batch // SMALL))
     return in_turns({"small": small.seconds, "": base.seconds}, "", 5)["small"].ratio > 0.5

@@ -38,7 +38,7 @@ RETRIES = 3
 TRIES = 3
 """How often the local driver is started if it gets killed."""
 
-Tell = Callable[..., None]
+Send = Callable[..., None]
 
 
 def run_local(
@@ -125,7 +125,7 @@ def _follow(driver: Driver, run: Run, monitor: Monitor, silence: float = threadi
             if "running" in message:
                 monitor.update([JobProgress(**each) for each in message["running"]])
         if left := len(monitor.waiting()):
-            raise LostError(f"was stopped before {plural(left, 'job')} had run")
+            raise LostError(f"stopped before {plural(left, 'job')} had run")
     except KeyboardInterrupt:
         driver.stop()
         raise Interrupted(run) from None
@@ -156,11 +156,11 @@ def _probe(address: str) -> None:
     if not colon:
         return
     if not port.isdigit():
-        raise ValueError("an address is HOST:PORT, auto or local")
+        raise ValueError("an address must be HOST:PORT, auto or local")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"no cluster can be reached there ({error})") from error
+        raise ValueError(f"cannot reach a cluster at this address ({error})") from error
 
 
 # -- drivers -----------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def end_with_parent(parent: int) -> None:
             sys.exit("its study has ended")
 
 
-def conversation() -> tuple[dict[str, Any], Tell]:
+def conversation() -> tuple[dict[str, Any], Send]:
     """Read the study's request in a driver, and return it with a function that reports to the study.
 
     Redirects what libraries print to stderr.
@@ -255,12 +255,12 @@ def conversation() -> tuple[dict[str, Any], Tell]:
     reports = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    def tell(**message: Any) -> None:
+    def send(**message: Any) -> None:
         reports.write(json.dumps(message) + "\n")
 
     request = json.loads(sys.stdin.readline())
     end_with_parent(request["parent"])
-    return request, tell
+    return request, send
 
 
 # -- the machine --------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads(count: float) -> dict[str, str]:
+def thread_limits(count: float) -> dict[str, str]:
     """Return the environment that limits a job to this many threads, rounded down."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(max(1, int(count))))
 
@@ -283,10 +283,10 @@ def _slots(device: str, workers: int | None) -> list[dict[str, str]]:
     """
     gpus = [] if device == "cpu" else _gpus()
     if device == "cuda" and not gpus:
-        raise ValueError("device='cuda' needs a GPU that torch can use, and there is none here")
+        raise ValueError("device='cuda' needs a GPU that torch can use, but there is none")
     count = workers or len(gpus) or cores()
     own = [{"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {} for index in range(count)]
-    return [threads(cores() / count) | gpu for gpu in own]
+    return [thread_limits(cores() / count) | gpu for gpu in own]
 
 
 def _gpus() -> list[str]:

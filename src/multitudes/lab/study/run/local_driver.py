@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from multitudes.lab.study.run.execution import GRACE, LINUX, TRIES, Tell, conversation, end_with_parent, last_line
+from multitudes.lab.study.run.execution import GRACE, LINUX, TRIES, Send, conversation, end_with_parent, last_line
 from multitudes.lab.study.run.monitor import JobProgress
 from multitudes.lab.study.run.store import Job, failure_in
 
@@ -27,7 +27,7 @@ PRELOADED = ("multitudes.lab.study.run.worker", "safetensors.torch", "sklearn.da
 """Imports that jobs need, preloaded if installed. They must not initialise a GPU or start threads: forks lose those."""
 OUTPUT = "output.txt"
 """File in a job's directory for its output."""
-HELD = (signal.SIGINT, signal.SIGTERM)
+BLOCKED = (signal.SIGINT, signal.SIGTERM)
 SET_NAME = 15
 """prctl option of Linux that sets the process name."""
 _PROCESSES: Any = multiprocessing.get_context("fork" if LINUX else "spawn")
@@ -35,7 +35,7 @@ _PROCESSES: Any = multiprocessing.get_context("fork" if LINUX else "spawn")
 
 def main() -> None:
     """Run the jobs listed on stdin."""
-    request, tell = conversation()
+    request, send = conversation()
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     if LINUX and not request["command"]:
@@ -43,17 +43,17 @@ def main() -> None:
             with suppress(ImportError):  # a job that needs it will report it
                 importlib.import_module(name)
         gc.freeze()  # keep these pages shared with the jobs
-    _run([Job(each) for each in request["jobs"]], request["slots"], request["command"], tell, stopped)
-    tell(finished=True)
+    _run([Job(each) for each in request["jobs"]], request["slots"], request["command"], send, stopped)
+    send(finished=True)
 
 
 def _run(
-    waiting: list[Job], slots: list[dict[str, str]], command: Sequence[str] | None, tell: Tell, stopped: list[bool]
+    waiting: list[Job], slots: list[dict[str, str]], command: Sequence[str] | None, send: Send, stopped: list[bool]
 ) -> None:
     """Run as many jobs at a time as there are slots, each in its slot's environment."""
     running: dict[int, JobProcess] = {}
     while (waiting or running) and not stopped:
-        tell(running=[asdict(each.progress) for each in running.values()])
+        send(running=[asdict(each.progress) for each in running.values()])
         for slot, environment in enumerate(slots):
             if waiting and slot not in running:
                 running[slot] = JobProcess(waiting.pop(0), environment, command)
@@ -61,7 +61,7 @@ def _run(
         for slot, process in list(running.items()):
             if process.ended():
                 del running[slot]
-                tell(job=process.job.name, seconds=process.progress.seconds, reason=process.reason)
+                send(job=process.job.name, seconds=process.progress.seconds, reason=process.reason)
     for process in running.values():
         process.process.terminate()
     deadline = time.monotonic() + GRACE
@@ -69,7 +69,7 @@ def _run(
         process.process.join(max(0.0, deadline - time.monotonic()))
         process.process.kill()
         process.process.join()
-    tell(running=[])
+    send(running=[])
 
 
 class JobProcess:
@@ -84,7 +84,7 @@ class JobProcess:
         self.job, self.progress = job, JobProgress(job.name)
         self.reason = ""
         """Reason of the failure, if it ended without results."""
-        self.tries, self._begun = 0, time.monotonic()
+        self.tries, self._started_at = 0, time.monotonic()
         self._arguments = (str(job.directory), environment, command, os.getpid())
         self._output = job.directory / OUTPUT
         self._start()
@@ -94,18 +94,18 @@ class JobProcess:
         _, self._read = self.job.events()
         self._output.write_bytes(b"")
         if os.name == "posix":
-            signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # until the job installs its own handlers
-        self.process = _PROCESSES.Process(target=_become, args=self._arguments)
+            signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # until the job installs its own handlers
+        self.process = _PROCESSES.Process(target=_run_in_child, args=self._arguments)
         self.process.start()
         if os.name == "posix":
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
 
     def ended(self) -> bool:
         """Read new events from its log; return True once it has ended for good."""
         code = self.process.exitcode  # before reading the log, so that no event is missed
         events, self._read = self.job.events(self._read)
         for event in [{}, *events]:
-            self.progress = self.progress.after(event, time.monotonic() - self._begun)
+            self.progress = self.progress.after(event, time.monotonic() - self._started_at)
             self.reason = failure_in(event) or self.reason
         if code is None:
             return False
@@ -122,20 +122,20 @@ class JobProcess:
         last = last_line(self._output.read_text(errors="replace"))
         killed = f"it was killed by {signal.Signals(-code).name} {self.tries} times" if code < 0 else ""
         if code == -signal.SIGKILL and not last:
-            last = "perhaps there is too little memory for as many jobs at a time"
+            last = "perhaps there is not enough memory for this many jobs at once"
         how = killed or (f"it ended with exit code {code}" if code else "it ended without results")
         return f"{how}: {last}" if last else how
 
 
-def _become(directory: str, environment: Mapping[str, str], command: Sequence[str] | None, driver: int) -> None:
+def _run_in_child(directory: str, environment: Mapping[str, str], command: Sequence[str] | None, driver: int) -> None:
     """Run the job in a new process, as `python -m multitudes.lab.study.run.worker` would in this environment."""
     end_with_parent(driver)
     if LINUX:
         ctypes.CDLL(None).prctl(SET_NAME, os.path.basename(directory).encode()[:15])
-    for number in HELD:
+    for number in BLOCKED:
         signal.signal(number, signal.SIG_DFL)
     if os.name == "posix":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     os.environ.update(environment)
     with open(os.path.join(directory, OUTPUT), "wb") as output:
         os.dup2(output.fileno(), 1)

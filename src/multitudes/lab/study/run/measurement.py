@@ -42,15 +42,13 @@ Options = Mapping[str, Any]
 # -- calibration -------------------------------------------------------------------------------------------
 
 
-def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
+def calibrate_network(net: Multitude, data: Data, options: Options) -> Calibrated | Multitude:
     """Calibrate the network on the validation part: a temperature, or a variance factor and conformal scores.
 
-    A scaling is kept only if cross-fitting shows that it helps. For classes it must help by more than a standard error,
-    since the best temperature on few rows is noise. For regression any gain counts: intervals that are too narrow do
-    more harm than ones that are too wide.
-
-    Regression intervals are conformal if there are at least `FEWEST` rows. The same rows fit the factor and the scores,
-    and the guarantee still holds: scores are errors over predicted deviations, so the factor cancels.
+    A scaling is kept only if cross-fitting shows that it helps: for classes by more than a standard error, since the
+    best temperature on few rows is noise; for regression by any amount, since narrow intervals do more harm than wide
+    ones. The same rows fit the variance factor and the conformal scores. The guarantee holds, since scores are errors
+    over predicted deviations, so the factor cancels.
     """
     rows = len(data.validation)
     if not options.get("calibrate", True) or rows < FEWEST:
@@ -72,7 +70,7 @@ def calibrated(net: Multitude, data: Data, options: Options) -> Calibrated | Mul
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """All scores, scores by ensemble size, and the predictions as arrays.
 
     Scores are those of the final network; scores before calibration start with `raw/`.
@@ -83,7 +81,7 @@ class Measured:
     predictions: dict[str, Any]
 
 
-def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measured:
+def measure(net: Calibrated | Multitude, data: Data, options: Options) -> Measurement:
     """Score a network on the test part, on corrupted images, and on out-of-distribution inputs."""
     size = options.get("batch_size", 256)
     bins = {"bins": options.get("bins", 15), "min_count": options.get("min_count", 1)}
@@ -91,26 +89,24 @@ def measured(net: Calibrated | Multitude, data: Data, options: Options) -> Measu
     test = Batches(data, data.test.x, data.test.y, size)
     # OOD criteria are defined for classes only.
     ood = {name: Batches(data, x, size=size) for name, x in data.ood.items()} if data.classes else {}
-    growth = _Growth(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
-    kept = _Predictions(data, growth if isinstance(net, Multitude) else None)
+    by_size = _ScoresBySize(options.get("sizes", (1, 2, 4, 8, 16)), data, **bins)
+    kept = _Predictions(data, by_size if isinstance(net, Multitude) else None)
     scores = dict(evaluate(net, test, ood=ood, watch=kept, **how).scores) | kept.scores()
     if options.get("calibrate", True):
         before, plain = kept, scores
         if isinstance(net, Calibrated):
-            before = _Predictions(data, growth)
+            before = _Predictions(data, by_size)
             plain = dict(evaluate(net.net, test, watch=before, **how).scores) | before.scores()
         scores |= {f"raw/{name}": score for name, score in plain.items() if "/" not in name}
         kept.parts |= {f"raw/{name}": parts for name, parts in before.parts.items() if not name.endswith("members")}
     if options.get("shift"):
-        draws = (
-            options.get("shift_draws") if stochastic_layers(net) else None
-        )  # deterministic networks have a single draw
+        draws = options.get("shift_draws") if stochastic_layers(net) else None
         corrupted = evaluate(
             net, _corruptible(data, options.get("shift_limit"), size), shift=options["shift"], tasks="scores",
             severities=options.get("severities", (1, 2, 3, 4, 5)), draws=draws, **how,
         )  # fmt: skip
         scores |= {name: score for name, score in corrupted.scores.items() if "shift/" in name}
-    return Measured(Evaluation(scores), growth.table(), kept.arrays())
+    return Measurement(Evaluation(scores), by_size.table(), kept.arrays())
 
 
 def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
@@ -124,8 +120,8 @@ def _corruptible(data: Data, limit: int | None, size: int) -> Batches:
 class _Predictions:
     """Collect predictions while they are scored, for the page and for paired tests."""
 
-    def __init__(self, data: Data, growth: _Growth | None) -> None:
-        self.data, self.growth = data, growth
+    def __init__(self, data: Data, by_size: _ScoresBySize | None) -> None:
+        self.data, self.by_size = data, by_size
         self.parts: dict[str, list[Tensor]] = {}
 
     def __call__(self, ood: str | None, predicted: Predictive, target: Tensor | None) -> None:
@@ -134,8 +130,8 @@ class _Predictions:
             self._keep(f"ood/{ood}/members", self._members(part))
             return
         assert target is not None
-        if self.growth is not None:
-            self.growth.update(part, target.cpu())
+        if self.by_size is not None:
+            self.by_size.update(part, target.cpu())
         self._keep("members", self._members(part))
         if not self.data.classes and "reach" not in self.parts:
             self._keep("reach", _reach(part))
@@ -197,7 +193,7 @@ def _reach(predictive: Predictive) -> Tensor:
     return torch.stack([(high - low).flatten()[0].double() for low, high in ends]) / (2 * one.std.flatten()[0].double())
 
 
-class _Growth:
+class _ScoresBySize:
     """Scores by number of members or draws, over disjoint groups of that size."""
 
     def __init__(self, sizes: Any, data: Data, bins: int, min_count: int) -> None:
@@ -206,14 +202,14 @@ class _Growth:
 
     def update(self, part: Predictive, target: Tensor) -> None:
         for size in [size for size in self.sizes if size <= part.members]:
-            found = self.metrics.setdefault(size, self._made())
+            found = self.metrics.setdefault(size, self._metrics())
             for start in range(0, min(part.members - size + 1, GROUPS * size), size):
                 group = replace(part, predictions=part.predictions[start : start + size])
                 rows = (read_rows(group, target),) if self.data.classes else (group, target)
                 for metric in found.values():
                     metric.update(*rows)
 
-    def _made(self) -> dict[str, Metric]:
+    def _metrics(self) -> dict[str, Metric]:
         if self.data.classes:
             return {"nll": NLL(), "accuracy": Accuracy(), "ece": ECE(*self.bins), "mce": MCE(*self.bins)}
         scale = self.data.target_std
@@ -223,8 +219,8 @@ class _Growth:
         """Return `{"sizes": [...], "nll": [...], ...}`."""
         sign = {"nll": 1 if self.data.classes else -1}  # sign of a log density
         rows = self.metrics.values()
-        columns = {
-            name: [plain_number(sign.get(name, 1) * float(row[name].compute())) for row in rows]
-            for name in self._made()
-        }
-        return {"sizes": list(self.metrics), **columns}
+
+        def values(name: str) -> list[Any]:
+            return [plain_number(sign.get(name, 1) * float(row[name].compute())) for row in rows]
+
+        return {"sizes": list(self.metrics), **{name: values(name) for name in self._metrics()}}

@@ -16,34 +16,34 @@ from typing import Any
 
 from multitudes.base.checks import needed
 from multitudes.base.sealed_files import write_atomically
-from multitudes.lab.study.run.execution import GRACE, Tell, conversation, threads
+from multitudes.lab.study.run.execution import GRACE, Send, conversation, thread_limits
 from multitudes.lab.study.run.monitor import JobProgress
-from multitudes.lab.study.run.ray_node import Board, Result, work
+from multitudes.lab.study.run.ray_node import Result, SharedState, work
 from multitudes.lab.study.run.store import Job, Run
 
 
 def main() -> None:
     """Run the study described on stdin."""
-    request, tell = conversation()
+    request, send = conversation()
     try:
-        _run(request, tell)
+        _run(request, send)
     except (ImportError, ValueError) as error:
-        tell(error=str(error))
-    tell(finished=True)
+        send(error=str(error))
+    send(finished=True)
 
 
-def _run(request: Mapping[str, Any], tell: Tell) -> None:
+def _run(request: Mapping[str, Any], send: Send) -> None:
     ray = needed("ray", "ray", "a study on a cluster")
-    tell(patience=request["patience"])
+    send(patience=request["patience"])
     try:
         ray.init(address=request["address"], log_to_driver=False, logging_level="ERROR")
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        token = ", or it refuses the token (RAY_AUTH_TOKEN)" if ":" in request["address"] else ""
-        raise ValueError(f"no cluster can be reached there{token}: {reason or type(error).__name__}") from error
-    tell(connected=True)
+        token = " or it refused the token (RAY_AUTH_TOKEN)" if ":" in request["address"] else ""
+        raise ValueError(f"cannot reach a cluster at this address{token}: {reason or type(error).__name__}") from error
+    send(connected=True)
     try:
-        _Tasks(ray, request, tell).run()
+        _Tasks(ray, request, send).run()
     finally:
         ray.shutdown()
 
@@ -51,26 +51,26 @@ def _run(request: Mapping[str, Any], tell: Tell) -> None:
 class _Tasks:
     """The Ray tasks of a study."""
 
-    def __init__(self, ray: Any, request: Mapping[str, Any], tell: Tell) -> None:
-        self.ray, self.tell, self.patience = ray, tell, request["patience"]
-        self.stopped = self.told = False
+    def __init__(self, ray: Any, request: Mapping[str, Any], send: Send) -> None:
+        self.ray, self.send, self.patience = ray, send, request["patience"]
+        self.stopped = self.stop_sent = False
         signal.signal(signal.SIGTERM, self._stop)
         self.needs = {"CPU": request["cpus"], "GPU": self._gpus(request["device"], request["gpus"])}
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=True
         )
-        board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(Board)
-        self.board = board.options(scheduling_strategy=here).remote()
-        environment = threads(self.needs["CPU"]) | ({} if self.needs["GPU"] else {"CUDA_VISIBLE_DEVICES": ""})
+        state = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(SharedState)
+        self.state = state.options(scheduling_strategy=here).remote()
+        environment = thread_limits(self.needs["CPU"]) | ({} if self.needs["GPU"] else {"CUDA_VISIBLE_DEVICES": ""})
         given = {"max_retries": request["retries"], "num_cpus": self.needs["CPU"], "num_gpus": self.needs["GPU"]}
         task = ray.remote(**given)(work)
         run = Run(request["directory"])
         shared = self._shared(run)
         self.pending: dict[Any, Job] = {
-            task.remote(job.name, _files(job), shared, self.board, environment, request["command"]): job
+            task.remote(job.name, _files(job), shared, self.state, environment, request["command"]): job
             for job in run.missing
         }
-        self.placed = time.monotonic()
+        self.last_fit = time.monotonic()
 
     def run(self) -> None:
         """Run until all tasks have ended."""
@@ -78,11 +78,11 @@ class _Tasks:
         deadline = float("inf")
         while self.pending and time.monotonic() < deadline:
             running = [progress[job.name] for job in self.pending.values() if job.name in progress]
-            self.tell(running=[asdict(each) for each in running])
-            self._check_places(bool(running))
-            if self.stopped and not self.told:
-                deadline, self.told = time.monotonic() + GRACE + 5, True
-                self.board.stop.remote()  # started jobs save their training and return it
+            self.send(running=[asdict(each) for each in running])
+            self._check_placement(bool(running))
+            if self.stopped and not self.stop_sent:
+                deadline, self.stop_sent = time.monotonic() + GRACE + 5, True
+                self.state.stop.remote()  # started jobs save their training and return it
                 for task, job in self.pending.items():
                     if job.name not in progress:
                         self.ray.cancel(task)
@@ -90,12 +90,12 @@ class _Tasks:
             for task in ready:
                 self._end(task, self.pending.pop(task))
             try:
-                progress = self.ray.get(self.board.read.remote(), timeout=5)
+                progress = self.ray.get(self.state.read.remote(), timeout=5)
             except (self.ray.exceptions.RayError, TimeoutError):
                 progress = {}  # unknown; the tasks go on
         for task in self.pending:
             self.ray.cancel(task, force=True)
-        self.tell(running=[])
+        self.send(running=[])
 
     def _end(self, task: Any, job: Job) -> None:
         try:
@@ -104,22 +104,23 @@ class _Tasks:
             return
         except self.ray.exceptions.RayError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self.tell(job=job.name, seconds=0, reason=f"its task was lost: {reason}")
+            self.send(job=job.name, seconds=0, reason=f"its task was lost: {reason}")
             return
-        for name in sorted(
-            result.files, key=lambda name: name == "metrics.json"
-        ):  # last, since it marks the job as done
+        # metrics.json comes last: it marks the job as done.
+        for name in sorted(result.files, key=lambda name: name == "metrics.json"):
             write_atomically(job.directory / name, result.files[name])
         if not result.stopped:
-            self.tell(job=job.name, seconds=result.seconds, reason=result.reason)
+            self.send(job=job.name, seconds=result.seconds, reason=result.reason)
 
     # -- inputs of tasks -------------------------------------------------------------------------------------
 
     def _gpus(self, device: str, gpus: float | None) -> float:
-        there = self.ray.cluster_resources().get("GPU", 0)
-        fraction = (1.0 if there and device != "cpu" else 0.0) if gpus is None else float(gpus)
-        if device == "cuda" and not (there and fraction):
-            raise ValueError(f"device='cuda' needs GPUs, got a cluster with {there:g} and gpus={fraction:g} for a job")
+        available = self.ray.cluster_resources().get("GPU", 0)
+        fraction = (1.0 if available and device != "cpu" else 0.0) if gpus is None else float(gpus)
+        if device == "cuda" and not (available and fraction):
+            raise ValueError(
+                f"device='cuda' needs GPUs, got a cluster with {available:g} GPUs and gpus={fraction:g} per job"
+            )
         return fraction
 
     def _shared(self, run: Run) -> dict[str, tuple[str, list[Any]]]:
@@ -137,14 +138,14 @@ class _Tasks:
 
     # -- faults --------------------------------------------------------------------------------------------
 
-    def _check_places(self, running: bool) -> None:
+    def _check_placement(self, running: bool) -> None:
         """Raise if no node could run a job for a while."""
         now = time.monotonic()
         if running or any(self._fits(node) for node in self.ray.nodes()):
-            self.placed = now
-        elif now - self.placed > self.patience:
+            self.last_fit = now
+        elif now - self.last_fit > self.patience:
             needs = " and ".join(f"{count:g} {name}" for name, count in self.needs.items() if count)
-            raise ValueError(f"no node of the cluster has {needs} for a job; what is done stays done")
+            raise ValueError(f"no node of the cluster has {needs} for a job; finished jobs are kept")
 
     def _fits(self, node: Mapping[str, Any]) -> bool:
         there = node.get("Resources", {})

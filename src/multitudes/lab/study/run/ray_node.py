@@ -42,7 +42,7 @@ while os.path.exists(sys.argv[1]):
 """Script that removes a folder once the process at the other end of stdin has ended."""
 
 
-class Board:
+class SharedState:
     """Shared state: tasks write their progress here and read whether to stop."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def work(
     name: str,
     files: Mapping[str, bytes],
     shared: Mapping[str, tuple[str, Sequence[Any]]],
-    board: Any,
+    state: Any,
     environment: Mapping[str, str],
     command: Sequence[str] | None,
 ) -> Result:
@@ -91,20 +91,20 @@ def work(
         for file, content in files.items():
             write_atomically(job.directory / file, content)
         driver = Driver(LOCAL, {"jobs": [str(job.directory)], "slots": [environment], "command": command}, environment)
-        stopped, seconds, reason = False, 0.0, ""
-        answer, told = None, -REPORT
+        stopped, seconds, reason = False, 0.0, "its driver was stopped"
+        answer, reported = None, -REPORT
         try:
             for message in driver.messages():
                 if "job" in message:
                     seconds, reason = message["seconds"], message["reason"]
-                elif message["running"] and time.monotonic() - told >= REPORT and (answer is None or answer.done()):
+                elif message["running"] and time.monotonic() - reported >= REPORT and (answer is None or answer.done()):
                     stopped = answer is not None and answer.exception() is None and answer.result()
                     if stopped:
                         driver.stop()
                         break
                     # Do not wait: Ray gives the cores of a waiting task to another one.
                     progress = JobProgress(**message["running"][0])
-                    answer, told = board.write.remote(progress).future(), time.monotonic()
+                    answer, reported = state.write.remote(progress).future(), time.monotonic()
         except LostError as error:
             reason = f"it {error}"
         finally:
@@ -129,7 +129,7 @@ def _own_folder() -> tuple[Path, subprocess.Popen[bytes]]:
     above = Path(tempfile.gettempdir()) / f"{FOLDERS}-{os.getuid()}"
     above.mkdir(mode=0o700, exist_ok=True)
     if above.is_symlink() or above.stat().st_uid != os.getuid():
-        raise ValueError(f"{str(above)!r} belongs to somebody else: set TMPDIR to a folder of your own")
+        raise ValueError(f"{str(above)!r} belongs to another user: set TMPDIR to a folder of yours")
     end_with_parent(os.getppid())  # Ray's workers may outlive their node
     folder = Path(tempfile.mkdtemp(dir=above))
     sweeper = subprocess.Popen(
@@ -149,7 +149,7 @@ def _folder(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterat
     own, _ = _own_folder()
     folder = Path(tempfile.mkdtemp(dir=own))
     try:
-        with _alone(own.parent):
+        with _locked(own.parent):
             for name, (checksum, (content,)) in shared.items():
                 for other in own.parent.glob(f"*/{checksum}"):
                     with suppress(OSError):  # the file exists, or the other process has just ended
@@ -163,7 +163,7 @@ def _folder(ray: Any, shared: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterat
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on a folder inside the context."""
     import fcntl
 

@@ -41,8 +41,8 @@ from multitudes.base.sealed_files import (
     write_json,
 )
 
-AGAIN = "the command that made it, given once more, does this job again"
-WRITTEN_AGAIN = "the command that made the run writes it again"
+REPEAT_JOB = "run the study's command again to repeat this job"
+REWRITE = "run the study's command again to rewrite it"
 SEALED = "# sha256 "
 """First line of a study.toml written by a run."""
 PREDICTIONS = "predictions.safetensors"
@@ -78,9 +78,9 @@ class Job:
             for name, seal in self._metrics()["files"].items():
                 path = self.directory / name
                 if check_seal(path) != seal:
-                    raise DamagedError(path, "it is not the one that was written with metrics.json")
+                    raise DamagedError(path, "it does not belong to this metrics.json")
         except DamagedError as error:
-            return f"{error}; {AGAIN}"
+            return f"{error}; {REPEAT_JOB}"
         return None
 
     @property
@@ -207,21 +207,21 @@ class Run:
     def spec(self) -> dict[str, Any]:
         """Specification as parsed from TOML."""
         if not self.spec_path.is_file():
-            raise ValueError(f"{str(self.directory)!r} is no run directory: there is no study.toml in it")
+            raise ValueError(f"{str(self.directory)!r} is not a run directory: it has no study.toml")
         try:
             text = self.spec_path.read_bytes()
             if text.startswith(SEALED.encode()):  # hand-written ones have no seal
                 check_seal(self.spec_path)
             spec = tomllib.loads(text.decode())
         except DamagedError as error:
-            raise DamagedError(self.spec_path, f"{error.what}; {WRITTEN_AGAIN}") from error
+            raise DamagedError(self.spec_path, f"{error.what}; {REWRITE}") from error
         except (ValueError, OSError, RecursionError) as error:
-            raise DamagedError(self.spec_path, f"it is no TOML ({error}); {WRITTEN_AGAIN}") from error
+            raise DamagedError(self.spec_path, f"it is not valid TOML ({error}); {REWRITE}") from error
         if not isinstance(spec.get("methods"), dict) or not isinstance(spec.get("seeds"), list):
-            raise ValueError(f"{str(self.directory)!r} is no run directory: its study.toml has not been run")
+            raise ValueError(f"{str(self.directory)!r} is not a run directory: its study.toml has not been run")
         for name in [*spec["methods"], *map(str, spec["seeds"])]:
             if not name or "/" in name or "\\" in name or "\0" in name or name.startswith("."):
-                raise DamagedError(self.spec_path, f"{name!r} is no name of a method or a seed; {WRITTEN_AGAIN}")
+                raise DamagedError(self.spec_path, f"{name!r} is not a valid name of a method or seed; {REWRITE}")
         return spec
 
     @property
@@ -320,7 +320,7 @@ class Run:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise ValueError(f"another study is running in {str(self.directory)!r}: wait for it") from None
+                    raise ValueError(f"another study runs in {str(self.directory)!r}: wait for its end") from None
                 except OSError:
                     pass  # a file system without locks
             yield
@@ -336,7 +336,7 @@ def _fault(metrics: Mapping[str, Any]) -> str | None:
             return f"{name!r} must be a table"
     for name, seal in metrics["files"].items():
         if name not in FILES or not isinstance(seal, str):
-            return f"'files' names {name!r}, which is no file of a job"
+            return f"'files' names {name!r}, which is not a file of a job"
     for name, score in metrics["scores"].items():
         if not isinstance(score, dict) or not _is_number(score.get("value", "")) or type(score.get("count")) is not int:
             return f"the score {name!r} must have a value and a count"
@@ -351,7 +351,7 @@ def _is_number(value: Any) -> bool:
 
 def failure_in(event: Mapping[str, Any]) -> str | None:
     """Return the reason if an event is a failure; else None."""
-    return str(event.get("message") or "it gave no reason") if event.get("event") == "failed" else None
+    return str(event.get("message") or "unknown reason") if event.get("event") == "failed" else None
 
 
 def _event(line: bytes) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Trained:
             if not isinstance(config.get(key), dict):
                 raise ValueError(f"{str(job.directory / 'config.json')!r} must have a table {key!r}")
         data = data_of(config["data"], job.directory)
-        own = _own_code(job, config["model"], model_file)
+        own = _custom_model(job, config["model"], model_file)
         if is_hub(config["model"].get("name")):  # its weights are in the job's file
             own = {key: value for key, value in config["model"].items() if key != "weights"}
         model = None if own is None else build_network(own, data.shape, outputs_of(data.task, data.outputs))
@@ -102,19 +102,21 @@ class Trained:
         return self.net.net if isinstance(self.net, Calibrated) else self.net
 
 
-def _own_code(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str, Any] | None:
+def _custom_model(job: Job, model: Mapping[str, Any], given: str | None) -> dict[str, Any] | None:
     """Return the user's network of a job, built from the given file; None if the job has no user code."""
     named = model.get("file")
     if given is None:
         if named is not None:
             code = f"{model.get('name')} of {Path(str(named)).name}"
             raise ValueError(
-                f"the network of {str(job.directory)!r} is code, {code}, which is not run unless you name it: "
-                "pass --model-file FILE.py, a file that you trust"
+                f"{str(job.directory)!r} needs your own code to build its network, {code}; code from a run directory "
+                "is never executed: pass --model-file FILE.py, a file that you trust"
             )
         return None
     if named is None:
-        raise ValueError(f"--model-file={given} is not needed: {str(job.directory)!r} has a network of this library")
+        raise ValueError(
+            f"--model-file={given} is not needed: the network of {str(job.directory)!r} comes with this library"
+        )
     file, function = code_of(given)
     if not Path(file).is_file():
         raise ValueError(f"--model-file must be a Python file, got {file!r}, which does not exist")
@@ -136,23 +138,23 @@ def find_job(path: str | Path) -> Job:
     if (path / "config.json").is_file():
         job = Job(path)
         if not job.done:
-            raise ValueError(f"{str(path)!r} is a job that is not done: {job.why_not or 'run its study first'}")
+            raise ValueError(f"{str(path)!r} is a job without results: {job.why_not or 'run its study first'}")
         return job
     if not (path / "study.toml").is_file():
-        raise ValueError(f"JOB must be a directory RUN/jobs/METHOD-SEED, or that of a run, got {str(path)!r}")
+        raise ValueError(f"JOB must be a job directory, RUN/jobs/METHOD-SEED, or a run directory, got {str(path)!r}")
     run = Run(path)
     done = run.done
     if len(done) == 1:
         return done[0]
     if not done:
         damaged = next((f"; {damage}" for damage in run.damaged.values()), "")
-        raise ValueError(f"no job of the run {str(path)!r} is done{damaged}")
+        raise ValueError(f"no job of the run {str(path)!r} has results{damaged}")
     from multitudes.lab.study.results.leaderboard import leaderboard  # local: reading one job needs no metrics
 
     best = next(row for row in leaderboard(run) if not row.baseline)
     example = run.job(best.name, best.seeds[0]).directory
     names = ", ".join(job.name for job in done)
-    raise ValueError(f"{str(path)!r} has {len(done)} jobs ({names}): say which, such as {str(example)!r}, the best")
+    raise ValueError(f"{str(path)!r} has {len(done)} jobs ({names}): choose one, such as {str(example)!r}, the best")
 
 
 # -- ONNX --------------------------------------------------------------------------------------------------
@@ -165,12 +167,12 @@ def export_inputs(data: Data) -> dict[str, tuple[str, str]]:
     """
     encoder = data.encoder
     if isinstance(encoder, TextEncoder):
-        return {TOKENS: ("int32", f"[batch, {data.shape[0]}], and {PADDING} behind the end of a text")}
+        return {TOKENS: ("int32", f"[batch, {data.shape[0]}], and {PADDING} after the end of a text")}
     if not isinstance(encoder, TableEncoder):
         return {IMAGE: ("uint8", f"[batch, {', '.join(map(str, data.shape))}], pixels from 0 to 255")}
-    date = "[batch], days since 1970-01-01 in UTC, NaN where it is missing"
-    kinds = {Category: ("string", "[batch], '' where it is missing"), Date: ("float64", date)}
-    number = "float64", "[batch], NaN where it is missing"
+    date = "[batch], days since 1970-01-01 in UTC, NaN if missing"
+    kinds = {Category: ("string", "[batch], '' if missing"), Date: ("float64", date)}
+    number = "float64", "[batch], NaN if missing"
     names = input_names([feature.column for feature in encoder.features], data.network_task.outputs)
     return {name: kinds.get(type(each), number) for name, each in zip(names, encoder.features, strict=True)}
 
@@ -182,7 +184,7 @@ def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Pa
     raw, inputs = _raw(trained, x), x if data.kind.written else data.normalised(x)
     off = float((raw.prepare(raw.example) - inputs).abs().max())
     if not off <= TOLERANCE:
-        raise ValueError(f"the raw inputs of {data.name} cannot be told from its features: they differ by {off:.1e}")
+        raise ValueError(f"cannot recover the raw inputs of {data.name} from its features: the error is {off:.1e}")
     written = write_onnx(trained.net, path, inputs, draws=draws, seed=seed, tolerance=TOLERANCE, raw=raw)
     if (beside := tokenizer_path(data, path)) is not None:
         write_atomically(beside, data.encoder.features[0].plain()["tokenizer"])
@@ -207,7 +209,8 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
             return data.normalised(given[IMAGE])
 
         return Raw({IMAGE: x}, pixels, mean=data.target_mean, std=data.target_std, about=about)
-    example = dict(zip((feature.column for feature in encoder.features), _restored(encoder, x), strict=True))
+    parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
+    example = {feature.column: feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)}
 
     def features(given: Mapping[str, Tensor]) -> Tensor:
         x = features_of(encoder.features, [given[feature.column] for feature in encoder.features])
@@ -215,9 +218,3 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
 
     texts = {each.column: each.numbers() for each in encoder.features if isinstance(each, Category)}
     return Raw(example, features, texts, data.target_mean, data.target_std, about)
-
-
-def _restored(encoder: TableEncoder, x: Tensor) -> list[Tensor]:
-    """Invert the features `[N, F]` into raw columns."""
-    parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
-    return [feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)]

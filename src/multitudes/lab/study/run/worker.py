@@ -23,7 +23,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.scores import plain_number
 from multitudes.files.save import save
 from multitudes.lab.study.run import costs
-from multitudes.lab.study.run.measurement import calibrated, measured
+from multitudes.lab.study.run.measurement import calibrate_network, measure
 from multitudes.lab.study.run.store import PREDICTIONS, Job
 from multitudes.lab.study.spec.assignment import Assignment, Batches
 from multitudes.methods.registry import Recording
@@ -33,26 +33,26 @@ from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder
 from multitudes.training.trainer import Epoch, Progress
 
-SETTLING = 2048
+BATCH_NORM_ROWS = 2048
 """Maximum number of training inputs for batch-norm statistics."""
 
 
 def run(directory: str | Path, device: str | None = None, accelerator: Any = None) -> None:
-    """Run the job in a directory, on its configured device or another; does nothing if it is done.
+    """Run the job in a directory, on its configured device or another, unless it is done.
 
     Failures are logged to `log.jsonl` as one sentence before they are raised. With a Hugging Face `Accelerator` every
     process calls this: all of them train, on its devices, and the main one measures and writes.
     """
     directory = Path(directory)
-    leads = accelerator is None or accelerator.is_main_process
+    is_main = accelerator is None or accelerator.is_main_process
     if not Job(directory).done:
-        log = _Log(directory / "log.jsonl" if leads else None)
+        log = _Log(directory / "log.jsonl" if is_main else None)
         try:
             _run(Assignment.read(directory, device, accelerator), log)
         except Exception as error:
             log("failed", message=_sentence(error))
             raise
-    if leads:
+    if is_main:
         (directory / "checkpoint.safetensors").unlink(missing_ok=True)
         shutil.rmtree(directory / "recording", ignore_errors=True)
 
@@ -62,21 +62,21 @@ def _run(job: Assignment, log: _Log) -> None:
     log("start", message=f"{job.method.name} on {job.data.name}, seed {job.seed}, {job.device}")
     with seeded(job.seed):
         network = job.network()
-        single, net = job.of_single.built(network), job.built(network)
+        single, net = job.as_single.convert(network), job.convert(network)
         batch = next(iter(job.loader))
         steps = (
             costs.TrainingStep(net, *batch, job.arguments),
-            costs.TrainingStep(single, *batch, job.of_single.arguments),
+            costs.TrainingStep(single, *batch, job.as_single.arguments),
         )
         memory = [step.peak_bytes() for step in steps]
         net, history = _trained(job, net, log)
-        if not job.leads:
+        if not job.is_main:
             return
         log("evaluate", message="measuring")
         paid = _costs(job, net, single, memory)
         paid["training_seconds"] = sum(epoch.seconds for epoch in history)
-        final = calibrated(net, job.data, job.config["evaluation"])
-        found = measured(final, job.data, job.config["evaluation"])
+        final = calibrate_network(net, job.data, job.config["evaluation"])
+        found = measure(final, job.data, job.config["evaluation"])
     save(final, job.directory / "model.safetensors")
     write_arrays(job.directory / PREDICTIONS, found.predictions, "the predictions of a job")
     result = {
@@ -124,7 +124,7 @@ def _resumed(job: Assignment, net: Multitude, times: list[int], log: _Log) -> Re
     try:
         return recorder()
     except ValueError as error:
-        log("anew", message=f"training begins anew: {_sentence(error)}")
+        log("restart", message=f"restarting the training: {_sentence(error)}")
         job.checkpoint.unlink(missing_ok=True)
         return recorder()
 
@@ -133,31 +133,28 @@ def _trained(job: Assignment, net: Multitude, log: _Log) -> tuple[Multitude, lis
     """Train the network; return the final one, and its epochs."""
     loader = job.loader
     arguments = job.arguments(net)
-    batches = len(loader) // (
-        job.accelerator.num_processes if job.accelerator else 1
-    )  # batches of this process per epoch
+    processes = job.accelerator.num_processes if job.accelerator else 1
+    batches = len(loader) // processes  # per epoch, in this process
     times = job.method.times(arguments["epochs"] * batches, job.settings)
-    recorder = _resumed(job, net, times, log) if job.leads else None
+    recorder = _resumed(job, net, times, log) if job.is_main else None
     started = time.monotonic()
 
-    def tell(progress: Progress) -> None:
+    def log_epoch(progress: Progress) -> None:
         if progress.epoch_ended:
-            seconds = time.monotonic() - started
-            log(
-                "epoch", epoch=progress.epoch, epochs=progress.epochs, loss=plain_number(progress.loss), seconds=seconds
-            )
+            loss, seconds = plain_number(progress.loss), time.monotonic() - started
+            log("epoch", epoch=progress.epoch, epochs=progress.epochs, loss=loss, seconds=seconds)
 
-    callbacks = (tell,) if recorder is None else (Recording(recorder, times), tell)
+    callbacks = (log_epoch,) if recorder is None else (Recording(recorder, times), log_epoch)
     history = fit(
         net, loader, **arguments, **job.whole_training(times), callbacks=callbacks, checkpoint=job.checkpoint,
         checkpoint_of=job.identity, seed=job.seed, progress=False, accelerator=job.accelerator,
     )  # fmt: skip
-    if not job.leads:
+    if not job.is_main:
         return net, history
-    x = job.data.normalised(job.data.train.x[:SETTLING]).to(job.device)
+    x = job.data.normalised(job.data.train.x[:BATCH_NORM_ROWS]).to(job.device)
     finished = job.method.finish(net, recorder, x, job.settings, job.seed)
     train, held_out = (Batches(job.data, p.x, p.y, 1024, job.device) for p in (job.data.train, job.data.validation))
-    return job.prepared(job.method.after(finished, train, held_out, job.settings, job.seed)), history
+    return job.prepare(job.method.after(finished, train, held_out, job.settings, job.seed)), history
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -183,11 +180,10 @@ def _sentence(error: Exception) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one job from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m multitudes.lab.study.run.worker", description="Run one job of a study."
-    )
-    parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, in which is a config.json")
-    parser.add_argument("--device", help="cpu, cuda or auto, in place of the configuration's")
+    program = "python -m multitudes.lab.study.run.worker"
+    parser = argparse.ArgumentParser(prog=program, description="Run one job of a study.")
+    parser.add_argument("directory", help="RUN/jobs/METHOD-SEED, which contains a config.json")
+    parser.add_argument("--device", help="cpu, cuda or auto; replaces that of the configuration")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end the process without a traceback, like SIGTERM
     run(given.directory, given.device)

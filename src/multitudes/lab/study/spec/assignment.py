@@ -28,7 +28,7 @@ from multitudes.tasks.gaussian import beta_nll
 from multitudes.training.optimizers import batch_size_for
 from multitudes.training.precision import AUTO, precision_dtype
 
-APART = ("batch_size", "augment", "patience", "class_weight", "average")
+FOR_WHOLE_TRAINING = ("batch_size", "augment", "patience", "class_weight", "average")
 """Training keys that `fit` does not accept for a single network."""
 
 
@@ -79,7 +79,7 @@ class Assignment:
         """Read the configuration from a job's directory; `data` skips loading its data."""
         path = directory / "config.json"
         if not path.is_file():
-            raise ValueError(f"directory must be that of a job, got {str(directory)!r}, which has no config.json")
+            raise ValueError(f"directory must be a job's, got {str(directory)!r}, which has no config.json")
         config = read_json(path)
         if config["version"] != 1:
             raise ValueError(f"version of {str(path)!r} must be 1, got {config['version']!r}")
@@ -96,7 +96,7 @@ class Assignment:
         return cls(directory, config, data, method, settings, config["seed"], where, accelerator)
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """True for the process that writes files."""
         return self.accelerator is None or self.accelerator.is_main_process
 
@@ -131,16 +131,16 @@ class Assignment:
         return build_network(model, data.shape, outputs, self.directory, data.layout, data.kind.name)
 
     @property
-    def of_single(self) -> Assignment:
+    def as_single(self) -> Assignment:
         """The same assignment for the single network."""
         return replace(self, method=METHODS["single"], settings=METHODS["single"].complete())
 
-    def built(self, network: nn.Module) -> Multitude:
+    def convert(self, network: nn.Module) -> Multitude:
         """Convert a network by the method and prepare it for training."""
         example = self.data.normalised(self.data.train.x[:8])
-        return self.prepared(build(self.method, network, example, self.settings, self.seed, self.config["model"]))
+        return self.prepare(build(self.method, network, example, self.settings, self.seed, self.config["model"]))
 
-    def prepared(self, net: Multitude) -> Multitude:
+    def prepare(self, net: Multitude) -> Multitude:
         """Set the task and number of draws, and move the network to the device in its memory format."""
         net.task = self.data.network_task.name
         net.draws = self.config["evaluation"].get("draws", net.draws)
@@ -151,7 +151,7 @@ class Assignment:
     def arguments(self, net: Multitude) -> dict[str, Any]:
         """Return the arguments of `fit` for a network of the method."""
         training = self.config["training"]
-        own = {name: value for name, value in training.items() if name not in APART}
+        own = {name: value for name, value in training.items() if name not in FOR_WHOLE_TRAINING}
         own["precision"] = precision_on(own.get("precision"), self.device)
         criterion: Criterion | None = None if self.data.classes else _gaussian
         return {
@@ -196,7 +196,9 @@ def data_of(config: Mapping[str, Any], directory: Path) -> Data:
     inside_run(directory, str(config["file"]))
     found = datasets.read(directory / config["file"])
     if config.get("fingerprint") not in (None, found.fingerprint):
-        raise ValueError(f"data file {config['file']!r} is not the one that the study was made for: prepare it again")
+        raise ValueError(
+            f"data file {config['file']!r} was changed since the study was prepared: run the study's command again"
+        )
     return found
 
 
@@ -205,7 +207,9 @@ def inside_run(directory: Path, file: str) -> Path:
     run = os.path.normpath(directory.absolute().parent.parent)
     path = os.path.normpath(directory.absolute() / file)
     if os.path.commonpath([run, path]) != run:
-        raise ValueError(f"the configuration of {str(directory)!r} names {file!r}, a file outside of its run directory")
+        raise ValueError(
+            f"the configuration of {str(directory)!r} names {file!r}, which is outside of its run directory"
+        )
     return Path(path)
 
 

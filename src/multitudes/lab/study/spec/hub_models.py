@@ -37,9 +37,9 @@ MAPPINGS = {
 OFFSET = ("roberta", "camembert", "xmod", "longformer", "data2vec-text", "ibert", "mpnet", "esm")
 """Model types whose positions start after the padding index; matched as substrings."""
 PIXEL = 1 / 255
-REACHING = ("auto_map", "attn_implementation", "experts_implementation", "use_pretrained_backbone", "use_kernels")
+UNSAFE_KEYS = ("auto_map", "attn_implementation", "experts_implementation", "use_pretrained_backbone", "use_kernels")
 """Configuration keys that can make transformers load code or weights from the hub."""
-ELSEWHERE = ("id2label", "label2id", "num_labels", "dtype", "torch_dtype", "problem_type", "_name_or_path")
+STUDY_KEYS = ("id2label", "label2id", "num_labels", "dtype", "torch_dtype", "problem_type", "_name_or_path")
 """Configuration keys set by the study."""
 
 
@@ -65,11 +65,15 @@ class HubModel:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"model {name!r} must have a config.json, which {str(file)!r} is not: {error}") from error
+            raise ValueError(
+                f"model {name!r} must have a config.json, but {str(file)!r} cannot be read: {error}"
+            ) from error
         if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-            raise ValueError(f"model {name!r} must be one of transformers: its config.json names no model_type")
+            raise ValueError(f"model {name!r} must be a transformers model: its config.json has no model_type")
         if "quantization_config" in config:
-            raise ValueError(f"model {name!r} is quantized, and such weights cannot be trained: take the whole ones")
+            raise ValueError(
+                f"model {name!r} is quantized, and quantized weights cannot be trained: use the original ones"
+            )
         found = cls(name, file.parent, config, _weights(name, place) if place.is_dir() else ())
         found.kind  # noqa: B018  # fail early if it is not for texts or images
         return found
@@ -81,9 +85,9 @@ class HubModel:
         known = self.config["model_type"]
         found = [kind for kind, mapping in MAPPINGS.items() if known in getattr(auto, mapping)]
         if not found or known.startswith("timm"):
-            code = ", whose code is in its folder, which is not run" if "auto_map" in self.config else ""
+            code = " with code of its own, which is not executed" if "auto_map" in self.config else ""
             raise ValueError(
-                f"model {self.name!r} is a {known}{code}: transformers has no such model for classes of texts or images"
+                f"model {self.name!r} is a {known}{code}: transformers has no text or image classifier of this type"
             )
         return found[0]
 
@@ -153,11 +157,11 @@ class HubModel:
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a configuration recursively, without keys set by the study or keys that could reach the hub."""
-    left_out = {*ELSEWHERE, *REACHING, *(f"_{key}" for key in REACHING), *(f"_{key}_internal" for key in REACHING)}
+    unsafe = {name for key in UNSAFE_KEYS for name in (key, f"_{key}", f"_{key}_internal")}
     return {
         key: _plain_config(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in left_out
+        if key not in STUDY_KEYS and key not in unsafe
     }
 
 
@@ -176,8 +180,8 @@ def _weights(name: str, folder: Path) -> tuple[Path, ...]:
     unread = sorted(path.name for pattern in UNREAD for path in folder.glob(pattern))
     for file in unread:
         if file != "training_args.bin":
-            how = "save them as safetensors, model.save_pretrained(FOLDER)"
-            raise ValueError(f"model {name!r} has its weights in {file}, a kind of file that can run code: {how}")
+            how = "save them as safetensors with model.save_pretrained(FOLDER)"
+            raise ValueError(f"model {name!r} has its weights in {file}, a format that can execute code: {how}")
     return ()
 
 
@@ -210,7 +214,7 @@ def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: i
         made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, "num_labels": outputs})
         made.problem_type, made.use_cache = None, False
         with quiet():
-            network = _built(getattr(transformers, AUTO[kind]), made, model.get("weights"), name)
+            network = _build(getattr(transformers, AUTO[kind]), made, model.get("weights"), name)
     except (KeyError, TypeError, RuntimeError, AttributeError, ImportError, AssertionError) as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ValueError(f"model {name!r} cannot be built from its config.json: {reason}") from error
@@ -218,7 +222,7 @@ def build_hub_model(model: Mapping[str, Any], shape: tuple[int, ...], outputs: i
     return FromTokens(network, int(made.pad_token_id or 0)) if kind == "text" else network
 
 
-def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str) -> nn.Module:
+def _build(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str) -> nn.Module:
     plain: nn.Module = auto.from_config(config, trust_remote_code=False)
     if weights is None:
         return plain
@@ -227,17 +231,17 @@ def _built(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str)
         raise ValueError(f"model {name!r}: the folder of its weights, {str(folder)!r}, is not on this machine")
     files = _weights(name, folder)
     if not files or _digest(files) != weights["sha256"]:
-        raise ValueError(f"model {name!r}: the weights in {str(folder)!r} are not those that the study was made with")
-    network, told = auto.from_pretrained(
+        raise ValueError(f"model {name!r}: the weights in {str(folder)!r} were changed since the study was prepared")
+    network, loading_info = auto.from_pretrained(
         folder, config=copy.deepcopy(config), local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True,
         dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
     )  # fmt: skip
     heads = output_layers(network)
     others = [key for key, _ in network.named_parameters() if not any(key.startswith(f"{head}.") for head in heads)]
-    missing = [key for key in others if key in set(told["missing_keys"])]
+    missing = [key for key in others if key in set(loading_info["missing_keys"])]
     if 2 * len(missing) > len(others):
         raise ValueError(
-            f"model {name!r}: the weights in {str(folder)!r} are of another network, which has no {missing[0]!r}"
+            f"model {name!r}: the weights in {str(folder)!r} belong to another network: they lack {missing[0]!r}"
         )
     plain.load_state_dict(network.state_dict())
     return redraw(plain, only=heads)
@@ -247,6 +251,8 @@ def _check_images(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) 
     channels, *sides = shape
     wanted, size = config.get("num_channels", channels), _sides(config.get("image_size"))
     if wanted != channels or (size is not None and size != tuple(sides)):
-        told = f"{wanted} channels" + (f" and {size[0]} x {size[1]} pixels" if size else "")
+        expected = f"{wanted} channels" + (f" and {size[0]} x {size[1]} pixels" if size else "")
         got = f"{channels} x {sides[0]} x {sides[1]}"
-        raise ValueError(f"model {name!r} is for images of {told}, got {got}: change its config.json, or size= of data")
+        raise ValueError(
+            f"model {name!r} is for images of {expected}, got {got}: change its config.json, or size= of data"
+        )

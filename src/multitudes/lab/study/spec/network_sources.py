@@ -71,8 +71,8 @@ def build_network(
     if not isinstance(name, str):
         raise ValueError(f"model must have a name, got {name!r}")
     if model.get("file") is not None:
-        function = _users_own(Path(directory) / model["file"], name, model.get("sha256"))
-        return _made(function, {"shape": shape, "outputs": outputs} | settings, f"{model['file']}:{name}")
+        function = _load_function(Path(directory) / model["file"], name, model.get("sha256"))
+        return _call(function, {"shape": shape, "outputs": outputs} | settings, f"{model['file']}:{name}")
     if is_hub(name):
         return build_hub_model(model, shape, outputs)
     if name not in network_names():
@@ -87,16 +87,16 @@ def build_network(
     numbers = kind_of_shape(shape, kind).arguments(name, shape, outputs, taken)
     if "layout" in taken and layout is not None:
         numbers["layout"] = layout(settings.get("bins", taken["bins"].default))
-    return _made(function, {key: value for key, value in numbers.items() if key in taken} | settings, name)
+    return _call(function, {key: value for key, value in numbers.items() if key in taken} | settings, name)
 
 
-def _made(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> nn.Module:
+def _call(function: Callable[..., Any], arguments: dict[str, Any], what: str) -> nn.Module:
     try:
         network = function(**arguments)
     except TypeError as error:
         raise ValueError(f"model {what} cannot be built with {arguments}: {error}") from error
     if not isinstance(network, nn.Module):
-        raise ValueError(f"model {what} must give an nn.Module, got {type(network).__name__}")
+        raise ValueError(f"model {what} must return an nn.Module, got {type(network).__name__}")
     return network
 
 
@@ -115,11 +115,11 @@ def file_digest(path: str | Path) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def _users_own(file: Path, name: str, digest: str | None) -> Callable[..., Any]:
+def _load_function(file: Path, name: str, digest: str | None) -> Callable[..., Any]:
     if not file.is_file():
         raise ValueError(f"model: the file {str(file)!r} does not exist")
     if digest is not None and file_digest(file) != digest:
-        raise ValueError(f"model: the file {str(file)!r} is not the one that the study was made with; it is not run")
+        raise ValueError(f"model: the file {str(file)!r} was changed since the study was prepared; it is not executed")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"model: {str(file)!r} is not a Python file")

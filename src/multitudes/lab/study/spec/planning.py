@@ -29,6 +29,7 @@ from multitudes.training.optimizers import batch_size_for
 VERSION = 1
 
 Config = dict[str, Any]
+Notify = Callable[[str], None]
 
 
 class StaleError(ValueError):
@@ -47,24 +48,25 @@ class StaleError(ValueError):
         )
 
 
-def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Callable[[str], None] | None = None) -> Run:
+def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, notify: Notify | None = None) -> Run:
     """Prepare a run directory: its data, a `config.json` for each job, and `study.toml`.
 
     Checks everything before it writes: the data, that each method can be built, and that no job was run with another
     specification. Such stale jobs raise an error; `rerun_stale` removes their results instead. Finished jobs stay, and
-    `run.missing` lists the jobs to run. `say` gets a message before each slow step.
+    `run.missing` lists the jobs to run. `notify` gets a message before each slow step.
     """
-    say = say or (lambda message: None)
+    notify = notify or (lambda message: None)
     run = Run(out, code=None if spec.model.file is None else f"{spec.model.file}:{spec.model.name}")
     _check_folders(run, spec)
     if spec.model.file is not None:
-        say(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {file_digest(spec.model.file)[:16]}...)")
+        digest = file_digest(spec.model.file)[:16]
+        notify(f"The network is {spec.model.name} of {spec.model.file} (SHA-256 {digest}...)")
     hub = _hub_model(spec)
-    parts, about = _data(spec, run, say, hub)
+    parts, about = _data(spec, run, notify, hub)
     every, spec = not spec.methods, _resolved(spec, about, hub)
     if every and hub is not None:
-        spec = _without_unfit(spec, about, hub, say)
-    configs = planned(spec, about, hub)
+        spec = _without_unfit(spec, about, hub, notify)
+    configs = job_configs(spec, about, hub)
     stale = stale_jobs(run, configs)
     if stale and not rerun_stale:
         raise StaleError(run, stale)
@@ -72,7 +74,7 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
     check_methods(spec, about, [label for label in spec.methods if label in to_run], hub)
     with run.locked():
         run.clean()
-        _remove_damaged(run, configs, say)
+        _remove_damaged(run, configs, notify)
         _write_data(run, parts, about, embedded=spec.data.embedded)
         if spec.model.file is not None:
             write_atomically(run.directory / _copy_name(spec.model.file), Path(spec.model.file).read_bytes())
@@ -85,22 +87,22 @@ def prepare(spec: Spec, out: str | Path, *, rerun_stale: bool = False, say: Call
 def _check_folders(run: Run, spec: Spec) -> None:
     """Raise if a file of the run would be written outside of its directory."""
     if run.directory.exists() and not run.directory.is_dir():
-        raise ValueError(f"out must be a run directory, got {str(run.directory)!r}, which is a file")
+        raise ValueError(f"out must be a run directory, got the file {str(run.directory)!r}")
     jobs = [run.job(label, seed).directory for label in spec.methods for seed in spec.seeds]
     written = [job / name for job in jobs for name in ("", "recording", "log.jsonl", "output.txt")]
     for path in [run.directory / "jobs", *written]:
         if path.is_symlink():
-            raise ValueError(f"out must be a run directory of its own, got {str(path)!r}, which is a link: remove it")
+            raise ValueError(f"out must not contain links, but {str(path)!r} is a link: remove it")
 
 
-def _remove_damaged(run: Run, configs: Mapping[str, Config], say: Callable[[str], None]) -> None:
+def _remove_damaged(run: Run, configs: Mapping[str, Config], notify: Notify) -> None:
     """Rewrite damaged or missing configurations, and remove damaged results."""
     for name, config in configs.items():
         job = run.named(name)
         if _config(job) is None and job.directory.is_dir():
             write_json(job.directory / "config.json", config, place=True)
         if job.damage:
-            say(f"{name} is done again: {job.damage.partition('; ')[0]}")
+            notify(f"{name} will be repeated: {job.damage.partition('; ')[0]}")
             (job.directory / "metrics.json").unlink()
 
 
@@ -123,17 +125,15 @@ def _config(job: Job) -> Config | None:
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def _data(
-    spec: Spec, run: Run, say: Callable[[str], None], hub: HubModel | None = None
-) -> tuple[list[Data], dict[str, Any]]:
+def _data(spec: Spec, run: Run, notify: Notify, hub: HubModel | None) -> tuple[list[Data], dict[str, Any]]:
     """Return the data of each fold (empty if already prepared) and their description for `data.json`."""
     options = _reading_options(spec, hub)
     asked = {**spec.data.model_dump(), "files": _stamps([spec.data.source, *spec.data.ood])}
     request = json.loads(json.dumps(asked | ({} if hub is None else {"of_model": options})))
-    about = _about(run, spec.data.embedded, say)
+    about = _about(run, spec.data.embedded, notify)
     if about is not None and about.get("request") == request:
         return [], about
-    say(f"Preparing {spec.data.source}")
+    notify(f"Preparing {spec.data.source}")
     source = options.pop("source")
     try:
         every = [load(source, **{**options, "fold": fold}) for fold in range(spec.data.folds or 0)]
@@ -141,9 +141,10 @@ def _data(
         if hub is not None and options["tokenizer"] is None:
             _check_tokens(hub, data)
     except ValueError as error:
-        if hub is not None and (why := _misfit(spec, hub, error)):
+        if hub is not None and (why := _wrong_kind(spec, hub, error)):
             raise spec.error([(("model", "name"), why)]) from error
-        raise spec.error([(("data", _named(error, type(spec.data).model_fields) or "source"), str(error))]) from error
+        key = _first_key(error, type(spec.data).model_fields) or "source"
+        raise spec.error([(("data", key), str(error))]) from error
     counts = torch.bincount(data.train.y, minlength=len(data.classes)).tolist() if data.classes else []
     return every or [data], {
         "request": request,
@@ -159,11 +160,11 @@ def _data(
         "classes": dict(zip(data.classes, counts, strict=True)),
         "fingerprint": data.fingerprint,
         "folds": [each.fingerprint for each in every],
-        **_what_inputs_are(data),
+        **_input_details(data),
     }
 
 
-def _named(error: ValueError, keys: Iterable[str]) -> str | None:
+def _first_key(error: ValueError, keys: Iterable[str]) -> str | None:
     """Return the key that an error message starts with, if it is one of these."""
     first = str(error).replace("=", " ").split()[0]
     return first if first in keys else None
@@ -180,7 +181,7 @@ def _stamps(sources: list[str]) -> list[list[int]]:
     return stamps
 
 
-def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _about(run: Run, embedded: bool, notify: Notify) -> dict[str, Any] | None:
     """Read `data.json`; None if it or the data it describes is missing or damaged."""
     try:
         about = run.about
@@ -189,9 +190,9 @@ def _about(run: Run, embedded: bool, say: Callable[[str], None]) -> dict[str, An
         seals = [about["data"]] if isinstance(about.get("data"), str) else about.get("data") or [None]
         if all(check_seal(run.fold_path(fold)) == seal for fold, seal in enumerate(seals)):
             return about
-        say(f"{str(run.data_path)!r} is not the file that data.json describes")
+        notify(f"{str(run.data_path)!r} is not the file that data.json describes")
     except DamagedError as error:
-        say(str(error))
+        notify(str(error))
     return None
 
 
@@ -209,14 +210,14 @@ def _write_data(run: Run, parts: list[Data], about: dict[str, Any], embedded: bo
 # -- configurations ----------------------------------------------------------------------------------------
 
 
-def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -> dict[str, Config]:
+def job_configs(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -> dict[str, Config]:
     """Return the configuration of each job by its name.
 
     `about` describes the data (`Run.about`); `hub` is the model if it is a Hugging Face model.
     """
     spec = _resolved(spec, about, hub)
     common = {
-        "model": _model(spec) if hub is None else _described(spec, about, hub),
+        "model": _model(spec) if hub is None else _hub_config(spec, about, hub),
         "training": _training(spec),
         "evaluation": spec.evaluation.model_dump(),
         "device": spec.device,
@@ -227,7 +228,7 @@ def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -
             "method": each.method,
             "settings": dict(each.settings),
             "seed": seed,
-            "data": _place(spec, about, fold),
+            "data": _data_location(spec, about, fold),
             **common,
         }
         for label, each in spec.methods.items()
@@ -235,7 +236,7 @@ def planned(spec: Spec, about: Mapping[str, Any], hub: HubModel | None = None) -
     }
 
 
-def _place(spec: Spec, about: Mapping[str, Any], fold: int) -> Config:
+def _data_location(spec: Spec, about: Mapping[str, Any], fold: int) -> Config:
     """Return the location of a job's data, by fold in a cross-validation."""
     if spec.data.embedded:
         return {"source": spec.data.source}
@@ -299,11 +300,11 @@ def check_methods(spec: Spec, about: Mapping[str, Any], labels: list[str], hub: 
         raise spec.error(problems)
 
 
-def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, say: Callable[[str], None]) -> Spec:
-    """Drop the methods that cannot be built from this model; `say` gets the reasons."""
+def _without_unfit(spec: Spec, about: Mapping[str, Any], hub: HubModel, notify: Notify) -> Spec:
+    """Drop the methods that cannot be built from this model; `notify` gets the reasons."""
     unfit = {str(place[1]): message for place, message in _unbuildable(spec, about, list(spec.methods), hub)}
     for label, message in unfit.items():
-        say(f"{label} is left out: {message.removeprefix(f'methods.{label}').lstrip(': ')}")
+        notify(f"Skipping {label}: {message.removeprefix(f'methods.{label}').lstrip(': ')}")
     return spec.model_copy(update={"methods": {name: each for name, each in spec.methods.items() if name not in unfit}})
 
 
@@ -317,7 +318,7 @@ def _unbuildable(
     example = torch.tensor(texts["examples"], dtype=kind.dtype) if "examples" in texts else kind.blank(shape)
     model = {key: value for key, value in spec.model.model_dump().items() if value is not None}
     if hub is not None:
-        model = _described(spec, about, hub)
+        model = _hub_config(spec, about, hub)
     rows = about["parts"]["train"]
     batches = math.ceil(rows / (spec.training.batch_size or batch_size_for(rows)))
     problems: list[tuple[Place, str]] = []
@@ -335,7 +336,7 @@ def _unbuildable(
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
                 problems.append((("methods", label), f"methods.{label} cannot be built with {settings}: {reason}"))
             except ValueError as error:
-                key = _named(error, settings)
+                key = _first_key(error, settings)
                 place: Place = ("methods", label, key) if key else ("methods", label)
                 problems.append((place, f"methods.{label}: {error}"))
     return problems
@@ -364,8 +365,8 @@ def _reading_options(spec: Spec, hub: HubModel | None) -> dict[str, Any]:
     if hub.kind == "text":
         longest = options["max_length"]
         if longest is not None and hub.longest is not None and longest > hub.longest:
-            most = f"the tokens that {hub.name} takes, got {longest}"
-            raise spec.error([(("data", "max_length"), f"max_length must be {hub.longest} at most, {most}")])
+            most = f"the limit of {hub.name}, got {longest}"
+            raise spec.error([(("data", "max_length"), f"max_length must be at most {hub.longest}, {most}")])
         options["tokenizer"] = options["tokenizer"] or str(hub.folder)
         options["max_length"] = longest or min(LONGEST, hub.longest or LONGEST)
     else:
@@ -374,17 +375,17 @@ def _reading_options(spec: Spec, hub: HubModel | None) -> dict[str, Any]:
     return options
 
 
-def _misfit(spec: Spec, hub: HubModel, error: ValueError) -> str:
+def _wrong_kind(spec: Spec, hub: HubModel, error: ValueError) -> str:
     """Explain a data error that comes from a model for another kind of data; empty for other errors."""
     name = spec.data.source
     if hub.kind == "text" and str(error).startswith("tokenizer= is "):
-        return f"model {hub.name!r} is for texts, and {name} holds images"
+        return f"model {hub.name!r} is for texts, but {name} contains images"
     if hub.kind == "image":
         try:
             found = find_images(open_source(name, spec.data.split), spec.data.image)
         except ValueError:
             return ""
-        return "" if found else f"model {hub.name!r} is for images, and {name} holds none"
+        return "" if found else f"model {hub.name!r} is for images, but {name} contains none"
     return ""
 
 
@@ -395,11 +396,11 @@ def _check_tokens(hub: HubModel, data: Data) -> None:
         return
     if read_tokenizer(hub.folder, encoder.text.longest).tokenizer != encoder.text.tokenizer:
         raise ValueError(
-            f"source was prepared with another tokenizer than that of {hub.name}: prepare it with this one"
+            f"source was prepared with another tokenizer than that of {hub.name}: prepare it again with this model"
         )
 
 
-def _what_inputs_are(data: Data) -> dict[str, Any]:
+def _input_details(data: Data) -> dict[str, Any]:
     """Describe texts, or images normalised for a pretrained model, for `data.json`."""
     encoder = data.encoder
     if not isinstance(encoder, TextEncoder):
@@ -429,17 +430,17 @@ def _resolved(spec: Spec, about: Mapping[str, Any], hub: HubModel | None) -> Spe
     return spec.resolved(tuple(about["shape"]), about["task"], about["parts"]["train"], about.get("kind"), pretrained)
 
 
-def _described(spec: Spec, about: Mapping[str, Any], hub: HubModel) -> dict[str, Any]:
+def _hub_config(spec: Spec, about: Mapping[str, Any], hub: HubModel) -> dict[str, Any]:
     """Return everything a job needs to build the model; raise if it does not fit the data."""
     text = about.get("text") or {}
     many = hub.config.get("vocab_size")
     fault = ""
     if about["kind"] != hub.kind:
-        fault = f"model {hub.name!r} is for {hub.kind}s, and {about['name']} is of kind {about['kind']}"
+        fault = f"model {hub.name!r} is for {hub.kind}s, but {about['name']} is of kind {about['kind']}"
     elif isinstance(many, int) and text.get("vocabulary", 0) > many:
-        fault = f"model {hub.name!r} knows {many} tokens, and the tokenizer has {text['vocabulary']}"
+        fault = f"model {hub.name!r} has a vocabulary of {many} tokens, but the tokenizer has {text['vocabulary']}"
     elif hub.longest is not None and text.get("tokens", 0) > hub.longest:
-        fault = f"model {hub.name!r} takes {hub.longest} tokens, and the texts have up to {text['tokens']}"
+        fault = f"model {hub.name!r} takes at most {hub.longest} tokens, but the texts have up to {text['tokens']}"
     if not fault:
         try:
             return hub.plain(spec.model.settings, text.get("padding"))

@@ -30,7 +30,7 @@ def option(default: Any, help: str, kind: Any = None, **settings: Any) -> Any:
 
 def _unique(values: list[Any]) -> list[Any]:
     if len(set(values)) < len(values):
-        raise ValueError(f"must have no value twice, got {values}")
+        raise ValueError(f"must not repeat a value, got {values}")
     return values
 
 
@@ -83,7 +83,7 @@ Corruptions = Annotated[
 
 
 class Section(BaseModel):
-    """A table; unknown keys and values of another type are errors."""
+    """A table. Unknown keys and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -92,17 +92,17 @@ class DataSection(Section):
     """Data to learn from: the arguments of `multitudes.lab.data.load`."""
 
     source: str = "digits"
-    target: str | None = option(None, "What to predict.", metavar="COLUMN")
-    image: str | None = option(None, "The images, where there are several.", metavar="COLUMN")
+    target: str | None = option(None, "Column to predict.", metavar="COLUMN")
+    image: str | None = option(None, "Column of images, if there are several.", metavar="COLUMN")
     text: str | None = option(
-        None, "The texts, where there are several columns of them.", flags=("--text-column",), metavar="COLUMN"
+        None, "Column of texts, if there are several.", flags=("--text-column",), metavar="COLUMN"
     )
     tokenizer: str | None = option(
-        None, "What makes tokens of texts: a Hugging Face folder; by default the model's.", metavar="FOLDER|NAME"
+        None, "Tokenizer for texts, a Hugging Face folder; default: the model's.", metavar="FOLDER|NAME"
     )
-    max_length: Count | None = option(None, "The most tokens of a text; by default 256, or the model's.", min=1)
-    columns: list[str] | None = option(None, "The features of a table.", metavar="A,B,...")
-    drop: list[str] = option([], "Leave this column out; may be repeated.", list[str], metavar="COLUMN")
+    max_length: Count | None = option(None, "Maximum tokens per text; default: 256 or the model's limit.", min=1)
+    columns: list[str] | None = option(None, "Feature columns of a table; default: all others.", metavar="A,B,...")
+    drop: list[str] = option([], "Ignore this column; may be repeated.", list[str], metavar="COLUMN")
     read_as: dict[str, str] = option(
         {},
         f"Read a column as {', '.join(READ_AS)}; may be repeated.",
@@ -110,21 +110,21 @@ class DataSection(Section):
         flags=("--as",),
         metavar="COLUMN=KIND",
     )
-    split: str | None = option(None, "Has train, validation or test for each row.", metavar="COLUMN")
-    task: Literal["classification", "regression"] | None = option(None, "By default, found from the target.")
+    split: str | None = option(None, "Column with train, validation or test for each row.", metavar="COLUMN")
+    task: Literal["classification", "regression"] | None = option(None, "Default: inferred from the target.")
     numbers: Literal["quantile", "standard"] = option(
-        "quantile", "How a network sees the numbers of a table: as normal scores, or standardised."
+        "quantile", "Scaling of numbers in a table: quantile maps them to a normal distribution."
     )
-    fold: Annotated[int, Field(ge=0)] = option(0, "Which split of a .npz file.", min=0)
+    fold: Annotated[int, Field(ge=0)] = option(0, "Split of a .npz file to use.", min=0)
     folds: Annotated[int, Field(ge=2, le=100)] | None = option(
-        None, "Cross-validate: every row is tested once, and each method is trained once for each fold.", min=2
+        None, "Cross-validate with this many folds; each method is trained once per fold.", min=2
     )
     size: Annotated[list[Count], BeforeValidator(_sides), Field(min_length=2, max_length=2)] | None = option(
-        None, "Resize images to this many pixels.", int, min=1
+        None, "Resize images to this many pixels per side.", int, min=1
     )
-    limit: Count | None = option(None, "Keep this many rows of each part.", min=1)
-    ood: list[str] = option([], "Out-of-distribution inputs; may be repeated.", list[str], metavar="SOURCE")
-    skip_bad: bool = option(False, "Leave bad rows out, and report how many.")
+    limit: Count | None = option(None, "Use at most this many rows of each part.", min=1)
+    ood: list[str] = option([], "Source of out-of-distribution inputs; may be repeated.", list[str], metavar="SOURCE")
+    skip_bad: bool = option(False, "Skip rows that cannot be read, and report how many.")
     validation: Fraction | None = None
     test: Fraction = 0.2
     seed: Annotated[int, Field(ge=0)] = 0
@@ -154,29 +154,33 @@ class MethodSection(Section):
 class TrainingSection(Section):
     """Training: the arguments of `mt.fit`. A default of None depends on the kind of data."""
 
-    epochs: Count | None = option(None, "How often to iterate over the data.")
+    epochs: Count | None = option(None, "Passes over the training data.")
     patience: Annotated[int, Field(ge=0)] | None = option(
-        None, "End after so many epochs without a better validation score, with the best weights; 0 for never."
+        None, "Stop after this many epochs without a better validation score; 0: never."
     )
-    batch_size: Annotated[int, Field(ge=0)] | None = option(None, "Inputs in a step; 0 is by the number of rows.")
-    optimizer: Literal["sgd", "adam", "adamw"] | None = option(None, "What makes the steps.")
-    lr: Annotated[float, Field(gt=0)] | None = option(None, "The highest learning rate.")
+    batch_size: Annotated[int, Field(ge=0)] | None = option(
+        None, "Inputs per training step; 0: chosen by the number of rows."
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] | None = option(None, "Optimizer.")
+    lr: Annotated[float, Field(gt=0)] | None = option(None, "Peak learning rate.")
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    weight_decay: Annotated[float, Field(ge=0)] | None = option(None, "How much each step shrinks the weights.")
+    weight_decay: Annotated[float, Field(ge=0)] | None = option(None, "Weight decay of the optimizer.")
     schedule: Annotated[Any, AfterValidator(_schedule)] = option(
-        None, "Of the learning rate.", Literal[tuple(SCHEDULES)]
+        None, "Learning rate schedule.", Literal[tuple(SCHEDULES)]
     )
-    warmup: Annotated[float, Field(ge=0)] | None = option(None, "Epochs in which the learning rate rises.")
-    augment: Literal["none", "standard", "crop"] | None = option(None, "Random crops, with or without flips.")
+    warmup: Annotated[float, Field(ge=0)] | None = option(None, "Epochs of linear learning rate warm-up.")
+    augment: Literal["none", "standard", "crop"] | None = option(
+        None, "Augmentation of images: random crops, with flips if standard."
+    )
     class_weight: Literal["none", "balanced"] | None = option(
-        None, "balanced weighs each class by one over its number of rows."
+        None, "balanced: weight each class by the inverse of its number of rows."
     )
     precision: Literal["auto", "float32", "bfloat16"] | None = None
     """auto is bfloat16 on GPUs that support it."""
     average: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of a moving average of the weights; 0 disables it."""
-    channels_last: bool | None = option(None, "Lay images out channels-last.", bool)
-    compile: bool | None = option(None, "Compile the training step.", bool)
+    channels_last: bool | None = option(None, "Use the channels-last memory format for images.", bool)
+    compile: bool | None = option(None, "Compile the training step with torch.compile.", bool)
     clip: Annotated[float, Field(ge=0)] | None = None
     """0 disables clipping."""
 
@@ -184,13 +188,13 @@ class TrainingSection(Section):
 class EvaluationSection(Section):
     """Evaluation. `shift` None is one corruption per family for images, and none for tables."""
 
-    shift: Corruptions | None = option(None, "Corruptions of images to test on.", metavar="A,B|all|none")
-    severities: Severities = option([1, 3, 5], "Of the corruptions, from 1 to 5.", metavar="1,3,5")
+    shift: Corruptions | None = option(None, "Image corruptions to evaluate on.", metavar="A,B|all|none")
+    severities: Severities = option([1, 3, 5], "Severities of the corruptions, 1 to 5.", metavar="1,3,5")
     shift_limit: Count = 500
     """Maximum number of corrupted test images, stratified by class."""
     shift_draws: Count = 10
     """Draws per corrupted image."""
-    draws: Count = option(20, "Predictions of a method that draws.", min=1)
+    draws: Count = option(20, "Number of random predictions of methods that draw.", min=1)
     calibrate: bool = True
     """Calibrate each network on the validation part before measuring it."""
     batch_size: Count = 256

@@ -92,11 +92,11 @@ class Spec(Section):
         merged, source = _merged(raw, options), TomlText(text, path.name, scale)
         model = raw.get("model") if options.get("model") is None else None
         if (path.parent / "jobs").is_dir() and isinstance(model, dict) and model.get("file") is not None:
-            why = "code that a file in a run directory names is not run: pass --model FILE.py:FUNCTION"
+            why = "code named by a run directory is never executed: pass --model FILE.py:FUNCTION"
             raise SpecError([(("model", "file"), f"model.file: {why}")], source)
         spec = cls._checked(merged, path.parent, source)
         if "source" not in merged.get("data", {}):
-            raise SpecError([(("data",), "data.source must say what to learn, such as a file, or digits")], source)
+            raise SpecError([(("data",), "data.source must name the data, such as a file, or digits")], source)
         return spec
 
     @classmethod
@@ -149,7 +149,9 @@ class Spec(Section):
 
         suggested = defaults(shape, rows, kind, pretrained)
         if not (self.model.name or suggested["model"]["name"]):
-            raise self.error([(("model",), "model must be a Hugging Face model, hf:FOLDER, for texts; got none")])
+            raise self.error(
+                [(("model",), "model must be a Hugging Face model, hf:FOLDER, for texts, but none is given")]
+            )
         given = {key: value for key, value in self.training.model_dump().items() if value is not None}
         training = {**suggested["training"], **given}
         if "lr" not in given and training["optimizer"] != suggested["training"]["optimizer"]:
@@ -289,7 +291,7 @@ def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
         elif not isinstance(table, dict):
             problems.append((path, f"methods.{label} must be a table of settings, got {table!r}"))
         elif label in methods:
-            problems.append((path, f"methods names {label!r} twice"))
+            problems.append((path, f"methods lists {label!r} twice"))
         else:
             given = {"method": label, **table}
             name = given.pop("method")
