@@ -11,8 +11,7 @@ from multitudes import metrics
 from multitudes.metrics.class_inputs import read_rows, read_without_target
 from multitudes.metrics.declare import METRICS
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.forecast_cases import heads
-from tests.metrics.metric_cases import classes, logits
+from tests.metrics.cases import classes, heads, logits
 
 S, N, C = 3, 40, 4
 P, Y = Predictive(logits(S, N, C)), classes(C, N)

@@ -4,16 +4,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torchmetrics.functional.classification as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multitudes import metrics
 from multitudes.metrics import calibration_error as calibration
-from tests.metrics import metric_cases
-from tests.metrics.metric_cases import binary, classes, logits, orders, streamed, with_twins
+from tests.metrics import cases
+from tests.metrics.cases import binary, classes, logits, streamed
 
-random_case = partial(metric_cases.random_case, n=200)
+random_case = partial(cases.random_case, n=200)
 
 
 # Textbook computations -------------------------------------------------------------------------------------
@@ -132,22 +131,6 @@ def test_a_confidence_on_an_edge_belongs_to_the_lower_bin_and_0_to_the_first(bin
     assert calibration._bin_of(above, bins).tolist() == list(range(bins))
 
 
-def test_torchmetrics_agrees_on_ece_and_mce_where_no_confidence_is_on_an_edge():
-    p, y = random_case(n=500, c=5)
-    for bins in (10, 15, 20):
-        for ours, norm in ((metrics.ece, "l1"), (metrics.mce, "max")):
-            theirs = tm.multiclass_calibration_error(p, y, num_classes=5, n_bins=bins, norm=norm)
-            assert float(ours(p, y, bins=bins)) == pytest.approx(float(theirs), abs=1e-5)
-
-
-def test_one_bin_leaves_the_size_of_overconfidence():
-    p, y = random_case()
-    expected = pytest.approx(abs(float(metrics.overconfidence(p, y))))
-    assert float(metrics.ece(p, y, bins=1)) == expected
-    assert float(metrics.mce(p, y, bins=1)) == expected
-    assert float(metrics.adaptive_ece(p, y, bins=1)) == expected
-
-
 # Bins of few rows ------------------------------------------------------------------------------------------
 
 
@@ -210,12 +193,6 @@ def test_adaptive_bins_of_distinct_confidences_have_equal_mass(n, bins):
     )
 
 
-def test_equal_confidences_share_an_adaptive_bin_whatever_their_order():
-    early = binary([0.75] * 8, [1, 1, 1, 1, 1, 1, 0, 0])
-    late = binary([0.75] * 8, [0, 0, 1, 1, 1, 1, 1, 1])
-    assert metrics.adaptive_ece(*early, bins=4) == metrics.adaptive_ece(*late, bins=4) == 0
-
-
 # Properties ------------------------------------------------------------------------------------------------
 
 
@@ -227,19 +204,3 @@ def test_errors_lie_within_0_and_1_in_their_order(seed, n, c, bins, sharp):
     assert abs(float(metrics.overconfidence(p, y))) - 1e-9 <= expected <= largest + 1e-9 <= 1 + 1e-9
     assert 0 <= float(metrics.adaptive_ece(p, y, bins=bins)) <= 1
     assert 0 <= float(metrics.classwise_ece(p, y, bins=bins)) <= 1
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.integers(1, 30))
-def test_the_order_of_samples_does_not_matter(seed, n, c, bins):
-    p, y = random_case(n=n, c=c, seed=seed)
-    p, (_, samples) = with_twins(p), orders(1, n, seed)
-    for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece):
-        shuffled = function(p[samples], y[samples], bins=bins)
-        assert float(shuffled) == pytest.approx(float(function(p, y, bins=bins)), abs=1e-12)
-
-
-def test_predictions_that_are_right_as_often_as_they_say_are_calibrated():
-    sure = binary([0.8] * 10 + [0.6] * 10, [1] * 8 + [0] * 2 + [1] * 6 + [0] * 4)
-    for function in (metrics.ece, metrics.mce, metrics.adaptive_ece, metrics.classwise_ece, metrics.overconfidence):
-        assert float(function(*sure)) == pytest.approx(0, abs=1e-7)

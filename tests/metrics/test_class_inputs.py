@@ -9,7 +9,7 @@ from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.temperature import Temperature, Vector
 from multitudes.metrics.class_inputs import places, read_without_target
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.metric_cases import classes, logits, pixels
+from tests.metrics.cases import classes, logits, pixels
 from tests.zoo.predictions import raises
 
 WEIGHT, BIAS = torch.tensor([0.5, 1.5, 1.0, 0.2]), torch.tensor([0.3, -2.0, 1.0, 0.0])
@@ -83,14 +83,6 @@ def test_nll_of_calibrated_predictions_is_exact_where_probabilities_underflow():
     assert float(metrics.nll(p, torch.tensor([1]))) == pytest.approx(600)
 
 
-def test_streaming_metrics_take_calibrated_predictions_batch_by_batch():
-    z, y = logits(3, 40, 4), classes(4, 40)
-    metric = metrics.NLL()
-    for part in range(0, 40, 7):
-        metric.update(calibrated(z[:, part : part + 7]), y[part : part + 7])
-    assert float(metric.compute()) == pytest.approx(float(metrics.nll(text_calibrated(z), y)), rel=1e-5)
-
-
 def test_a_part_of_rows_is_a_part_of_all_they_hold():
     z, y = logits(3, 9, 4), classes(4, 9)
     for rows in (metrics.read_rows(Predictive(z), y), metrics.read_rows(z[0].softmax(1), y)):
@@ -111,7 +103,7 @@ def test_rows_without_targets_are_checked_like_others():
     p = logits(9, 4).softmax(1)
     assert torch.equal(read_without_target(p).probs, p)
     assert len(read_without_target(p, torch.full((9,), 2), ignore=2)) == 0
-    with raises("target must be given where ignore=2 leaves rows out, got None"):
+    with raises("target is needed to find the rows that ignore=2 leaves out, got None"):
         read_without_target(p, ignore=2)
     with raises("prediction must be a Predictive or a floating-point tensor of probabilities, got list"):
         read_without_target(p.tolist())

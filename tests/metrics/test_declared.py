@@ -1,13 +1,10 @@
-"""What holds for every metric: in batches, collections and processes, copied and saved."""
+"""What holds for every metric: batches, collections, processes, copies, settings, and bad input."""
 
-import ast
 import copy
 import inspect
 import math
 import pickle
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 from multitudes import metrics
 from multitudes.metrics.declare import METRICS
+from multitudes.metrics.uncertainties import UNCERTAINTIES
 from multitudes.tasks.predictive import Predictive
+from tests.metrics.cases import changed, classes, heads, logits, orders
 from tests.metrics.declared_cases import (
     CASES,
     DATA,
@@ -35,8 +34,6 @@ from tests.metrics.declared_cases import (
     same,
     table,
 )
-from tests.metrics.forecast_cases import heads
-from tests.metrics.metric_cases import classes, logits, orders
 from tests.zoo.predictions import raises
 
 
@@ -89,8 +86,6 @@ def test_the_order_of_samples_and_members_does_not_matter(case, seed, n, s):
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda metric: pickle.loads(pickle.dumps(metric)),
-    "clone": lambda metric: metric.clone(),
-    "to": lambda metric: metric.to("cpu"),
 }
 
 
@@ -203,7 +198,7 @@ def test_rows_are_read_once_for_several_metrics_and_each_ignores_its_own_label(c
     same(case.function(rows), case.function(P, Y))
     same(metric.compute(), case.function(P, Y))
     same(without.compute(), case.function(P[Y != 2], Y[Y != 2]))
-    with pytest.raises(ValueError, match="target must be left out"):
+    with pytest.raises(ValueError, match="target must be None if prediction is Rows"):
         metric.update(rows, Y)
 
 
@@ -234,9 +229,7 @@ def test_of_members_the_mean_probabilities_count_unless_a_metric_looks_at_each(c
     try:
         plain = case.function(p.probs, Y)
     except ValueError as error:
-        sentence = (
-            f"prediction must be a Predictive, since {case.declaration.name} looks at each member, got only probab"
-        )
+        sentence = f"{case.declaration.name} needs the members' predictions"
         assert str(error).startswith(sentence)
         with pytest.raises(ValueError, match=sentence):
             metric.update(P.probs, Y)
@@ -258,7 +251,7 @@ def test_classes_are_needed_but_by_those_that_use_none(case):
     same(metric.compute(), case.function(P))
     same(case.function(P), case.function(P, Y))
     for ask in (partial(case.function, ignore=255), case.make(ignore=255).update):
-        with raises("target must be given where ignore=255 leaves rows out, got None"):
+        with raises("target is needed to find the rows that ignore=255 leaves out, got None"):
             ask(P)
 
 
@@ -313,10 +306,113 @@ def test_half_precision_is_computed_in_full(case, dtype):
     same(case.function(coarse, y), case.function(coarse.to(torch.float64), y), **tolerance)
 
 
-def test_metrics_import_torch_and_torchmetrics_alone():
-    for path in Path(metrics.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            for package in (name.partition(".")[0] for name in names):
-                assert package in sys.stdlib_module_names or package in ("torch", "torchmetrics", "multitudes"), path
+# Bad settings and input -----------------------------------------------------------------------------------
+
+
+# Settings -------------------------------------------------------------------------------------------------
+
+COUNT = "must be a whole number, 1 or more, got"
+COUNTS = {
+    name: ([0, -3, 2.5, None, True], COUNT) for name in ("k", "bins", "min_count", "levels", "classes", "members")
+}
+BAD_SETTINGS = COUNTS | {
+    "ignore": ([1.5, "a", True], "must be an integer label or None, got"),
+    "noise_precision": ([0, -1.0, math.nan, math.inf, "1"], "must be above 0, got"),
+    "scale": ([0, -1.0, math.nan, math.inf, None], "must be above 0, got"),
+    "level": ([0, 1, -0.1, 1.5, None, "0.9"], "must be above 0 and below 1, got"),
+    "coverage": ([0, -0.1, 1.01, "0.9", None, math.nan], "must be above 0 and at most 1, got"),
+    "uncertainty": (["confidence", None, ["entropy"]], f"must be one of {', '.join(UNCERTAINTIES)}, got"),
+}
+
+
+@table(DECLARED)
+def test_bad_settings_are_named_by_the_function_and_when_the_class_is_made(case):
+    for name in case.declaration.class_settings.keys() & BAD_SETTINGS.keys():
+        values, sentence = BAD_SETTINGS[name]
+        for value in values:
+            with raises(f"{name} {sentence} {value!r}"):
+                case.make(**{name: value})
+            if name in case.declaration.settings:
+                with raises(f"{name} {sentence} {value!r}"):
+                    case.function(*case.data(slice(None)), **{name: value})
+
+
+@table({name: case for name, case in DECLARED.items() if set(case.declaration.shape) & {"classes", "members"}})
+def test_sizes_must_be_those_of_the_data(case):
+    (name,) = set(case.declaration.shape) & {"classes", "members"}
+    found = {"classes": C, "members": S}[name]
+    with raises(f"{name}={found + 1} does not fit prediction, which has {found} {name}"):
+        case.make(**{name: found + 1}).update(P, Y)
+
+
+# Bad input ------------------------------------------------------------------------------------------------
+
+Z, PROBS = P.predictions, P.probs
+MUST = "prediction must hold probabilities within 0 and 1, got"
+SHAPE = "target must have the prediction's shape without classes, [40], got"
+KIND = "target must be an integer tensor of classes [40], got"
+A_TENSOR = "prediction must be a Predictive or a floating-point tensor of probabilities, got"
+BAD_ROWS = {
+    "nan": (changed(PROBS, math.nan, 3, 1), Y, f"{MUST} nan at index [3, 1]"),
+    "infinite": (changed(PROBS, math.inf, 3, 1), Y, f"{MUST} inf at index [3, 1]; a softmax"),
+    "above 1": (changed(PROBS, 1.25, 5, 0), Y, f"{MUST} 1.25 at index [5, 0]; a softmax over dim 1"),
+    "below 0": (changed(PROBS, -0.5, 5, 0), Y, f"{MUST} -0.5 at index [5, 0]; a softmax"),
+    "sum": (changed(PROBS, torch.tensor([0.1, 0.2, 0.3, 0.1]), 7), Y,
+            "prediction must add up to 1 over the classes in dim 1, got a sum of 0.7 at index [7] of [40]"),
+    "too few": (P, Y[1:], f"{SHAPE} [39]"),
+    "column": (P, Y[:, None], f"{SHAPE} [40, 1]"),
+    "class 4": (P, Y.index_fill(0, torch.tensor([9, 11]), 4), "target must lie within 0 and 3, got 4 at index [9]"),
+    "class -1": (P, Y.index_fill(0, torch.tensor([9, 11]), -1), "target must lie within 0 and 3, got -1 at index [9]"),
+    "soft": (P, PROBS, f"{KIND} torch.float32"),
+    "bool": (P, Y > 1, f"{KIND} torch.bool"),
+    "list": (P, Y.tolist(), f"{KIND} list"),
+    "labels": (Y, Y, f"{A_TENSOR} torch.int64"),
+    "one dim": (PROBS[:, 0], Y, "prediction must be probabilities [B, classes, ...], got shape [40]"),
+    "array": (PROBS.numpy(), Y, f"{A_TENSOR} float32"),
+    "nested lists": (PROBS.tolist(), Y, f"{A_TENSOR} list"),
+    "regression": (Predictive(Z[..., 0], "regression"), Y,
+                   "prediction must be of task classification, tokens, binary or multilabel, got task regression"),
+    "nan logit": (Predictive(changed(Z, math.nan, 1, 3, 1)), Y, f"{MUST} nan at index [3, 0]"),
+    "nan pixel": (Predictive(changed(logits(S, 2, C, 3, 5), math.nan, 0, 1, 0, 2, 3)), classes(C, 2, 3, 5),
+                  f"{MUST} nan at index [1, 0, 2, 3]"),
+}  # fmt: skip
+V, T = heads(S, N, 2)
+ONE = "target must have the shape of one member's means, "
+BAD_FORECASTS = {
+    "nan mean": (Predictive(changed(V.predictions, math.nan, 2, 3, 1), "gaussian"), T,
+                 "prediction must hold finite values, got nan at index [2, 3, 1]"),
+    "infinite": (Predictive(changed(V.predictions, math.inf, 2, 3, 3), "gaussian"), T,
+                 "prediction must hold finite values, got inf at index [2, 3, 3]"),
+    "nan target": (V, changed(T, math.nan, 4, 1), "target must hold finite values, got nan at index [4, 1]"),
+    "infinite target": (V, changed(T, -math.inf, 4, 1), "target must hold finite values, got -inf at index [4, 1]"),
+    "too few": (V, T[1:], f"{ONE}[40, 2], got [39, 2]"),
+    "no column": (Predictive(V.predictions[..., :1], "regression"), T[:, 0], f"{ONE}[40, 1], got [40]"),
+    "bool": (V, T > 0, "target must be a tensor of real values [40, 2], got torch.bool"),
+    "list": (V, T.tolist(), "target must be a tensor of real values [40, 2], got list"),
+    "means": (changed(T, math.nan, 4, 1), T, "prediction must hold finite values, got nan at index [4, 1]"),
+    "no target": (T, None, "target must be a tensor of real values [40, 2], got NoneType"),
+    "array": (T.numpy(), T, "prediction must be a Predictive or a floating-point tensor of means, got float32"),
+    "whole": (T.long(), T, "prediction must be a Predictive or a floating-point tensor of means, got torch.int64"),
+    "number": (T[0, 0], T[0, 0], "prediction must be means [B] or [B, D, ...], got a single number"),
+    "classes": (P, T, "prediction must be of task regression or gaussian, got task classification"),
+}  # fmt: skip
+
+
+def refused(case, p, y, sentence):
+    metric = case.make()
+    for ask in (case.function, metric.update):
+        with pytest.raises(ValueError) as caught:
+            ask(p, y)
+        assert str(caught.value).startswith(sentence)
+    assert not len(metric.values) if case.declaration.kept else bool((metric.sums == 0).all())
+
+
+def test_bad_predictions_and_targets_are_named_with_their_first_index():
+    for cases, name in ((BAD_ROWS, "Accuracy"), (BAD_FORECASTS, "CRPS")):
+        for bad in cases.values():
+            refused(DECLARED[name], *bad)
+
+
+@table(OF_ROWS | OF_FORECASTS)
+def test_every_metric_refuses_nan_and_keeps_its_state(case):
+    refused(case, *(BAD_FORECASTS["nan mean"] if case.data is DATA["regression"] else BAD_ROWS["nan logit"]))

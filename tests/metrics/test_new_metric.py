@@ -16,8 +16,7 @@ from multitudes.lab.report.board import Head
 from multitudes.lab.study.results.leaderboard import Row, Value, best, better, level_with_best
 from multitudes.lab.study.results.score_columns import column_of
 from multitudes.metrics.class_inputs import Rows
-from multitudes.metrics.declare import HIGHER, METRICS, NEITHER, RANKS, ZERO, Count, metric, offered
-from multitudes.metrics.streaming import mean_of, total_of
+from multitudes.metrics.declare import HIGHER, METRICS, NEITHER, RANKS, ZERO, Count, discover, mean_of, metric, total_of
 from tests.zoo.predictions import raises
 
 P, Y = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.25, 0.75]]), torch.tensor([0, 1, 1])
@@ -61,7 +60,7 @@ def test_the_function_reads_and_checks_what_other_functions_do():
     shown = inspect.signature(function)
     assert list(shown.parameters) == ["prediction", "target", "power", "digits", "ignore"]
     assert shown.parameters["power"].default == 1 and shown.parameters["power"].annotation is int
-    assert shown.return_annotation is Tensor and function.__doc__ == margin.__doc__
+    assert shown.return_annotation is Tensor and "Args:\n    prediction: `Predictive`" in function.__doc__
 
 
 def test_the_class_streams_and_can_be_pickled():
@@ -72,7 +71,9 @@ def test_the_class_streams_and_can_be_pickled():
     streaming = pickle.loads(pickle.dumps(streaming))
     streaming.update(prediction=P[1:], target=Y[1:])
     assert streaming.compute() == function(P, Y, 2, ignore=0) and streaming.power == 2
-    assert streaming.higher_is_better is True and streaming.__doc__ == "`margin`, streaming."
+    assert streaming.higher_is_better is True and streaming.__doc__.startswith(
+        "Streaming version of `margin`.\n\nArgs:"
+    )
     with raises("digits must be a whole number, 1 or more, got 0"):
         Margin(digits=0)  # noqa: F821
     with pytest.raises(TypeError, match="too many positional arguments"):
@@ -107,9 +108,8 @@ def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
         """Which class is probable."""
         from __future__ import annotations
         from torch import Tensor
-        from multitudes.metrics.declare import LOWER, metric
+        from multitudes.metrics.declare import LOWER, metric, total_of
         from multitudes.metrics.class_inputs import Rows
-        from multitudes.metrics.streaming import total_of
 
         __all__ = ["HALF"]
         HALF = 0.5
@@ -124,7 +124,7 @@ def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
     (folder / "__init__.py").touch()
     (folder / "unsure.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
-    names = offered("more_metrics", [str(folder)])
+    names = discover("more_metrics", [str(folder)])
     assert sorted(names) == ["HALF", "Unsure", "unsure"]
     probs = torch.tensor([[0.4, 0.3, 0.3], [0.8, 0.1, 0.1]])
     assert float(names["unsure"](probs, torch.tensor([0, 0]))) == 0.5
@@ -136,9 +136,9 @@ def test_a_name_is_declared_once_and_in_a_group_that_exists():
     def nll(rows: Rows) -> Tensor:
         return total_of(rows.correct)
 
-    with raises("nll must be declared once, got another in multitudes.metrics.scoring"):
+    with raises("metric 'nll' exists already in multitudes.metrics.scoring: choose another name"):
         metric("Other", better=HIGHER)(nll)
-    with raises("group must be None or one of scores, calibration, selective, diversity, got 'score'"):
+    with raises("group must be one of None, scores, calibration, selective, diversity, got 'score'"):
         declare(group="score")
 
 

@@ -1,3 +1,5 @@
+"""Robustness: consistency of sequences and videos, attacks, corruption errors."""
+
 import math
 
 import numpy as np
@@ -10,7 +12,7 @@ from torch import nn
 import multitudes as mt
 from multitudes import metrics, shift
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.metric_cases import changed, classes, logits, orders, text_consistency
+from tests.metrics.cases import changed, classes, logits, orders
 
 # Sequences ------------------------------------------------------------------------------------------------
 
@@ -25,7 +27,7 @@ def text_cec(p):
 
 
 SEQUENCE = {
-    "consistency": (metrics.consistency, metrics.Consistency, lambda p: text_consistency(p.argmax(2))),
+    "consistency": (metrics.consistency, metrics.Consistency, lambda p: np.mean(p.argmax(2)[1:] == p.argmax(2)[:-1])),
     "cross-entropy": (metrics.cross_entropy_consistency, metrics.CrossEntropyConsistency, text_cec),
 }
 
@@ -119,7 +121,7 @@ P = logits(4, 2, 3).softmax(2)
 
 
 BAD_FRAMES = {
-    "one": (P[:1], "frames must be 2 or more, to compare each with the next, got 1"),
+    "one": (P[:1], "frames must be 2 or more, .* got 1"),
     "one row": (P[:1, 0], "frames must be 2 or more, .* got 1"),
     "one input": (Predictive(logits(3, 1, 4)), "frames must be 2 or more, .* got 1"),
     "none": ([], "frames must be 2 or more, .* got 0"),
@@ -131,7 +133,7 @@ BAD_FRAMES = {
     "stream": (changed(P, math.nan, 2, 1, 0)[:, 1], r"prediction must hold probabilities .* got nan at index \[2, 0\]"),
     "unlike": (
         [P[0], P[1], P[2, :1]],
-        r"frames must be alike, got .*rows=1.* in frames\[2\] after .*rows=2.* in frames\[1\]",
+        r"frames must have the same shape, got .*rows=2.* in frames\[1\] and .*rows=1",
     ),
     "number": (3, "frames must be a Predictive, probabilities, or several of them, got int"),
     "rows": (metrics.read_rows(P[0], classes(3, 2)), "frames must be .* got Rows"),
@@ -212,5 +214,153 @@ def test_both_predictions_of_an_attack_must_be_of_the_same_inputs():
     with pytest.raises(ValueError, match=r"got nan at index \[1, 1\]"):
         metrics.attack_success_rate(p, p.clone().fill_diagonal_(math.nan).index_fill(0, torch.tensor([0]), 1 / 3), y)
     rows = metrics.read_rows(p, y), metrics.read_rows(p, y.flip(0))
-    with pytest.raises(ValueError, match="attacked must be of the inputs of clean, with the same targets"):
+    with pytest.raises(ValueError, match="attacked must have the targets of clean"):
         metrics.attack_success_rate(*rows)
+
+
+# Videos ---------------------------------------------------------------------------------------------------
+
+
+def video(t=6, s=3, b=2, c=3, h=4, w=5, seed=0):
+    """Logits `[T, S, B, C, H, W]`, and which pixels count, `[T, B, H, W]`."""
+    kept = torch.rand(t, b, h, w, generator=torch.Generator().manual_seed(seed + 1)) > 0.3
+    return logits(t, s, b, c, h, w, seed=seed), kept
+
+
+@pytest.mark.parametrize("name", ["consistency", "cross_entropy_consistency"])
+def test_masked_pixels_do_not_count_in_whatever_form_a_video_comes(name):
+    z, kept = video(s=1)
+    function, frames = getattr(metrics, name), z[:, 0].softmax(2)
+    steps = []
+    for t in range(5):
+        for b, i, j in (kept[t] & kept[t + 1]).nonzero().tolist():
+            p, q = frames[t, b, :, i, j].double(), frames[t + 1, b, :, i, j].double()
+            steps.append(float(p.argmax() == q.argmax()) if name == "consistency" else -float(p @ q.log()))
+    expected = pytest.approx(np.mean(steps), rel=1e-6)
+    assert float(function(frames, kept)) == float(function(list(frames), list(kept))) == expected
+    assert float(function((Predictive(frame) for frame in z), iter(kept))) == expected
+    metric = metrics.Consistency() if name == "consistency" else metrics.CrossEntropyConsistency()
+    for b in range(2):  # each video as one predictive, whose inputs are its frames
+        metric.update(Predictive(z[:, :, b].movedim(0, 1)), kept[:, b])
+    assert float(metric.compute()) == expected
+
+
+def test_the_last_frame_of_a_video_is_not_compared_with_the_first_of_the_next():
+    one, other = torch.eye(2)[:1, :, None], torch.eye(2)[1:, :, None]
+    metric = metrics.Consistency()
+    metric.update([one, one, other])
+    assert metric.compute() == 0.5
+    metric.update([one.expand(3, 2, 1)] * 2)  # of any size
+    assert metric.compute() == 0.8 and metric.sums[1] == 5
+
+
+def test_bad_frames():
+    z, kept = video()
+    frames = [Predictive(frame) for frame in z]
+    with pytest.raises(ValueError, match="masks must hold one mask per frame, got more frames"):
+        metrics.consistency(frames, kept[1:])
+    with pytest.raises(ValueError, match="masks must hold one mask per frame, got more masks"):
+        metrics.consistency(frames[1:], kept)
+    with pytest.raises(ValueError, match="masks must be None or boolean tensors, one for each frame, got int"):
+        metrics.consistency(frames, 1)
+    with pytest.raises(
+        ValueError, match=r"frames\[2\]: mask must be a boolean tensor \[2, 4, 5\], got torch.bool \[4\]"
+    ):
+        metrics.consistency(frames, [kept[0], kept[1], kept[2, 0, :, 0], *kept[3:]])
+    with pytest.raises(ValueError, match=r"masks must be a boolean tensor \[6\], got list"):
+        metrics.consistency(torch.eye(3)[[0, 1, 2, 0, 1, 2]], [True] * 6)
+    rows = metrics.read_rows(frames[1], kept[1].long())
+    for bad, got in ((torch.zeros(3), r"shape \[3\]"), (kept.tolist(), "list"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=rf"frames\[1\]: prediction must be .*probabilities.* got {got}"):
+            metrics.consistency([frames[0], bad])
+    with pytest.raises(ValueError, match=r"frames\[1\]: prediction must be a Predictive or .*, got Rows"):
+        metrics.consistency([frames[0], rows])  # of which some may have been left out
+
+
+# Corruption errors ----------------------------------------------------------------------------------------
+
+
+def tables(seed=0):
+    """Errors of a model and of a baseline under each corruption and severity."""
+    random = np.random.default_rng(seed)
+    names = shift.CORRUPTIONS
+    return ({name: random.uniform(0.1, 0.9, 5).tolist() for name in names} for _ in range(2))
+
+
+def test_corruption_errors_are_the_textbooks():
+    errors, baseline = tables()
+    by_hand = [sum(errors[c][s] for s in range(5)) / sum(baseline[c][s] for s in range(5)) for c in errors]
+    np.testing.assert_allclose(metrics.corruption_error(errors, baseline), by_hand)
+    assert float(metrics.mean_corruption_error(errors, baseline)) == pytest.approx(np.mean(by_hand))
+    means = [np.mean(errors[c]) for c in errors]
+    np.testing.assert_allclose(metrics.corruption_error(errors), means)
+    assert float(metrics.mean_corruption_error(errors)) == pytest.approx(np.mean(means))
+
+
+def test_relative_corruption_errors_are_those_of_hendrycks_and_dietterich():
+    errors, baseline = tables()
+    by_hand = [
+        sum(errors[c][s] - 0.05 for s in range(5)) / sum(baseline[c][s] - 0.08 for s in range(5)) for c in errors
+    ]
+    found = metrics.relative_corruption_error(errors, 0.05, baseline, 0.08)
+    np.testing.assert_allclose(found, by_hand)
+    mean = metrics.relative_mean_corruption_error(errors, torch.tensor(0.05), baseline, 0.08)
+    assert float(mean) == pytest.approx(np.mean(by_hand))
+    growth = [np.mean(errors[c]) - 0.05 for c in errors]
+    np.testing.assert_allclose(metrics.relative_corruption_error(errors, 0.05), growth)
+    assert float(metrics.relative_mean_corruption_error(errors, 0.05)) == pytest.approx(np.mean(growth))
+
+
+def test_tables_may_be_tensors_lists_or_mappings_of_either_in_any_order():
+    errors, baseline = tables()
+    expected = metrics.corruption_error(errors, baseline)
+    turned = {name: torch.tensor(baseline[name]) for name in reversed(baseline)}
+    torch.testing.assert_close(metrics.corruption_error(errors, turned), expected, rtol=1e-6, atol=0)
+    rows = [errors[name] for name in errors], [baseline[name] for name in errors]
+    torch.testing.assert_close(metrics.corruption_error(*rows), expected)
+    tensors = (torch.tensor(table, dtype=torch.float64) for table in rows)
+    torch.testing.assert_close(metrics.corruption_error(*tensors), expected)
+
+
+FIVE = [0.1, 0.2, 0.3, 0.4, 0.5]
+BAD_TABLES = {
+    "zero": (
+        ({"fog": FIVE, "snow": FIVE}, {"fog": FIVE, "snow": [0] * 5}),
+        "baseline must not sum to 0, got 0 for 'snow'",
+    ),
+    "zero row": ((torch.ones(2, 5), torch.eye(2, 5) * torch.tensor([[1], [0]])), "got 0 for corruption 1"),
+    "other": (({"fog": FIVE}, {"snow": FIVE}), "baseline must hold the corruptions of errors, 'fog', got 'snow'"),
+    "kinds": (({"fog": FIVE}, [FIVE]), "baseline must hold the corruptions of errors, 'fog', got corruption 0"),
+    "fewer": (({"fog": FIVE}, {"fog": FIVE[:3]}), "baseline must hold as many severities as errors, 5, got 3"),
+    "ragged": (({"fog": FIVE, "snow": FIVE[:3]},), r"must hold 5 scores for 'snow', got shape \[3\]"),
+    "nan": (({"fog": FIVE, "snow": [0.1, math.nan]},), "must hold 5 scores"),
+    "nan value": (({"fog": [0.1, 0.2, math.nan]},), "errors must hold finite scores, got nan for 'fog' at index 2"),
+    "inf": (
+        (torch.tensor([[1.0], [math.inf]]),),
+        "errors must hold finite scores, got inf for corruption 1 at index 0",
+    ),
+    "empty": (({},), "errors must hold at least one corruption"),
+    "scalars": (({"fog": 0.1},), "errors must hold at least one corruption"),
+    "no severity": ((torch.zeros(3, 0),), "errors must hold at least one corruption"),
+    "flat": ((torch.zeros(5),), r"errors must be {corruption: scores} or \[corruptions, severities\]"),
+    "number": ((0.3,), r"errors must be {corruption: scores} or \[corruptions, severities\], got 0.3"),
+}
+
+
+@pytest.mark.parametrize("given, message", BAD_TABLES.values(), ids=BAD_TABLES)
+def test_bad_tables_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        metrics.mean_corruption_error(*given)
+
+
+def test_a_bad_clean_error_is_named():
+    with pytest.raises(ValueError, match="baseline and baseline_clean must be given together"):
+        metrics.relative_corruption_error([FIVE], 0.1, [FIVE])
+    with pytest.raises(ValueError, match="baseline and baseline_clean must be given together, got baseline_clean=0.1"):
+        metrics.relative_corruption_error([FIVE], 0.1, baseline_clean=0.1)
+    with pytest.raises(ValueError, match="clean must be a finite number, .* got nan"):
+        metrics.relative_corruption_error([FIVE], math.nan)
+    with pytest.raises(ValueError, match="baseline_clean must be a finite number, .* got \\[0.1, 0.1\\]"):
+        metrics.relative_corruption_error([FIVE], 0.1, [FIVE], [0.1, 0.1])
+    with pytest.raises(ValueError, match="baseline minus baseline_clean must not sum to 0, got 0 for corruption 0"):
+        metrics.relative_corruption_error([[0.2, 0.2]], 0.1, [[0.25, 0.25]], 0.25)
