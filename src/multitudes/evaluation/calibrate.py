@@ -102,8 +102,8 @@ class Calibrated(PredictorModule):
     """Wrapper of a network and its `Calibration`; `predict` returns calibrated predictions.
 
     The fitted tensors are buffers (`calibrated.temperature`, `calibrated.scores`, ...): saved with the state dict and
-    moved with the module, but never rounded to half precision. `calibrated.net` is the network itself, not a copy. After
-    further training, calibrate it again.
+    moved with the module, but never rounded to half precision. `calibrated.net` is the network itself, not a copy.
+    After further training, calibrate it again.
 
     Args:
         net: The network to wrap.

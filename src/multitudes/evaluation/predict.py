@@ -35,8 +35,8 @@ def predict(
         net: Multitude, calibrated or not, stream, or plain network; it stays on its device.
         data: A tensor `[N, ...]`, one batch as a tuple `(x, y)` or a mapping, or an iterable of batches such as a
             `DataLoader`. A batch is an input, or a tuple or list that starts with one and goes on with targets, which
-            are ignored. An input is a tensor, a mapping of keyword arguments without `"label"` and `"labels"`, or, inside
-            a batch, a tuple of positional arguments.
+            are ignored. An input is a tensor, a mapping of keyword arguments (without `"label"` and `"labels"`), or,
+            inside a batch, a tuple of positional arguments.
         task: Meaning of the predictions (see `Predictive`); by default the network's task.
         batch_size: Number of rows of a tensor to run at a time, 256 by default.
         progress: True to show progress on stderr; by default on a terminal, after two seconds.

@@ -184,8 +184,10 @@ def places(prediction: Prediction) -> torch.Size:
 
 def _without(rows: Rows, ignore: int | None) -> Rows:
     """Remove the rows whose target is `ignore`. Return the same object if there are none."""
+    if ignore is None:
+        return rows
     kept = rows.target != ignore
-    return rows if ignore is None or bool(kept.all()) else rows[kept]
+    return rows if bool(kept.all()) else rows[kept]
 
 
 # Checks -------------------------------------------------------------------------------------------------
