@@ -36,7 +36,7 @@ def binary(confidences, correct):
 
 
 def with_twins(p):
-    """The same probabilities, but that several rows are the same."""
+    """Return the probabilities with several equal rows."""
     return torch.where(p.amax(1, keepdim=True) > 0.7, p, p[:1])
 
 
@@ -58,7 +58,7 @@ MEMBERS = {
     "two members": logits(2, 40, 5),
     "two classes": logits(3, 40, 2),
     "one sample": logits(3, 1, 4),
-    "alike": logits(1, 20, 4).expand(3, -1, -1),
+    "equal": logits(1, 20, 4).expand(3, -1, -1),
     "nearly sure": 20 * logits(3, 20, 4),
     "float64": logits(3, 20, 4).double(),
     "many classes": logits(2, 3, 700),

@@ -1,4 +1,4 @@
-"""What holds for every metric: batches, collections, processes, copies, settings, and bad input."""
+"""Properties of every metric: batches, collections, processes, copies, settings, and invalid input."""
 
 import copy
 import inspect
@@ -37,7 +37,7 @@ from tests.metrics.declared_cases import (
 from tests.zoo.predictions import raises
 
 
-def test_every_metric_is_in_the_table_and_says_which_of_two_values_is_better():
+def test_every_metric_has_a_case_and_a_direction():
     public = {name: getattr(metrics, name) for name in metrics.__all__}
     found = {name for name, kind in public.items() if isinstance(kind, type) and issubclass(kind, Metric)}
     assert found == {*CASES} | {each.class_name for each in METRICS.values() if each.kind.name not in DATA}
@@ -45,7 +45,7 @@ def test_every_metric_is_in_the_table_and_says_which_of_two_values_is_better():
 
 
 @table(CASES)
-def test_there_are_numbers_to_compare(case):
+def test_results_have_finite_numbers(case):
     assert any(map(math.isfinite, numbers(case.result())))
 
 
@@ -54,7 +54,7 @@ def test_there_are_numbers_to_compare(case):
 
 @pytest.mark.parametrize("batch", [1, 7, N])
 @table(DECLARED)
-def test_batches_of_any_size_give_what_one_call_of_the_function_gives(case, batch):
+def test_streaming_equals_the_function_for_any_batch_size(case, batch):
     metric, whole = case.make(), case.function(*case.data(slice(None)))
     for _ in range(2):
         for start in range(0, N, batch):
@@ -91,7 +91,7 @@ COPIES = {
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @table(CASES)
-def test_copies_have_seen_what_the_metric_saw_and_go_on(case, copied):
+def test_copies_continue_with_the_state(case, copied):
     twin = copied(case.fed(HALVES[0]))
     case.feed(twin, HALVES[1])
     same(twin.compute(), case.result())
@@ -99,7 +99,7 @@ def test_copies_have_seen_what_the_metric_saw_and_go_on(case, copied):
 
 
 @table(CASES)
-def test_a_metric_is_saved_only_where_it_is_asked_to_and_goes_on_where_it_stopped(case):
+def test_persistent_metrics_resume_from_a_state_dict(case):
     metric = case.fed(HALVES[0])
     assert not metric.state_dict()
     metric.persistent(True)
@@ -114,16 +114,16 @@ def state(metric):
 
 
 @table(CASES)
-def test_two_processes_together_say_what_one_says_that_saw_all(case):
+def test_two_processes_equal_one(case):
     other = case.fed(HALVES[1])
     here = case.make(dist_sync_fn=lambda own, group: [own, state(other)], distributed_available_fn=lambda: True)
     case.feed(here, HALVES[0])
     same(here.compute(), case.result())
-    assert torch.equal(state(here), state(case.fed(HALVES[0])))  # and afterwards each has its own again
+    assert torch.equal(state(here), state(case.fed(HALVES[0])))  # afterwards each has its own state again
 
 
 @table(CASES)
-def test_calling_a_metric_gives_the_batchs_result_and_keeps_the_total(case):
+def test_forward_returns_the_batch_result_and_adds_to_the_total(case):
     metric = case.make()
     for half in HALVES:
         same(metric(*case.data(half)), case.fed(half).compute())
@@ -131,7 +131,7 @@ def test_calling_a_metric_gives_the_batchs_result_and_keeps_the_total(case):
 
 
 @pytest.mark.parametrize("cases", [OF_ROWS, OF_FORECASTS], ids=["rows", "forecasts"])
-def test_metrics_in_a_collection_say_what_each_says_alone(cases):
+def test_metrics_in_a_collection_equal_metrics_alone(cases):
     collection = MetricCollection({name: case.make() for name, case in cases.items()})
     data = next(iter(cases.values())).data
     for half in HALVES:
@@ -145,7 +145,7 @@ def test_metrics_in_a_collection_say_what_each_says_alone(cases):
         same(batch[name], case.fed(HALVES[0]).compute())
 
 
-def test_metrics_that_are_equal_after_one_batch_stay_two():
+def test_collections_do_not_merge_metrics_with_equal_first_results():
     p = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
     collection = MetricCollection(
         {
@@ -169,11 +169,11 @@ OF_UPDATES = {
     "noise_precision": (None, 2.0), "scale": (1.0, 2.0), "levels": (3, 9), "uncertainty": ("entropy", "energy"),
     "uncertainties": (["entropy"], ["energy"]),
 }  # fmt: skip
-OF_RESULTS = {"min_count", "coverage", "positive", "recall"}  # what a result is made with, when all was seen
+OF_RESULTS = {"min_count", "coverage", "positive", "recall"}  # settings of `compute`
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_metrics_that_look_at_other_things_can_be_told_apart(name):
+def test_collections_merge_only_metrics_with_equal_settings(name):
     kind = getattr(metrics, name)
     parameters = inspect.signature(kind).parameters.values()
     options = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - OF_RESULTS
@@ -190,7 +190,7 @@ def test_metrics_that_look_at_other_things_can_be_told_apart(name):
 
 
 @table(OF_ROWS)
-def test_rows_are_read_once_for_several_metrics_and_each_ignores_its_own_label(case):
+def test_several_metrics_share_rows_with_their_own_ignore(case):
     rows = metrics.read_rows(P, Y)
     metric, without = case.make(), case.make(ignore=2)
     metric.update(rows)
@@ -204,7 +204,7 @@ def test_rows_are_read_once_for_several_metrics_and_each_ignores_its_own_label(c
 
 @pytest.mark.parametrize("ignore", [None, 255, -100, 2])
 @table(OF_ROWS)
-def test_each_pixel_of_a_dense_prediction_is_a_row_and_ignored_ones_do_not_count(case, ignore):
+def test_pixels_are_rows_without_ignored_ones(case, ignore):
     z, y = logits(S, 2, C, 3, 5).double(), classes(C, 2, 3, 5)
     if ignore is not None:
         y[0, 1], y[1, 2, 3] = ignore, ignore
@@ -224,7 +224,7 @@ OF_MEMBERS = {
 
 
 @table(OF_ROWS)
-def test_of_members_the_mean_probabilities_count_unless_a_metric_looks_at_each(case):
+def test_metrics_of_the_mean_accept_probabilities(case):
     metric, p = case.make(), Predictive(P.predictions.double())
     try:
         plain = case.function(p.probs, Y)
@@ -240,7 +240,7 @@ def test_of_members_the_mean_probabilities_count_unless_a_metric_looks_at_each(c
 
 
 @table(OF_ROWS)
-def test_classes_are_needed_but_by_those_that_use_none(case):
+def test_only_targetless_metrics_accept_no_target(case):
     if case.declaration.kind.name != "targetless":
         for ask in (case.function, case.make().update):
             with pytest.raises(ValueError, match="target must be an integer tensor"):
@@ -256,7 +256,7 @@ def test_classes_are_needed_but_by_those_that_use_none(case):
 
 
 @table({name: case for name, case in DECLARED.items() if case.declaration.kept})
-def test_metrics_that_rank_keep_a_few_numbers_of_each_row(case):
+def test_ranking_metrics_store_few_numbers_per_row(case):
     metric = case.make()
     metric.update(Predictive(torch.randn(3, 7, 100, requires_grad=True)), classes(100, 7))
     expected = ((7, case.declaration.kept), torch.float32, False)
@@ -267,7 +267,7 @@ def test_metrics_that_rank_keep_a_few_numbers_of_each_row(case):
 
 
 def nothing(result):
-    """Whether a result says that there was nothing: NaN, or counts of 0."""
+    """Return True for NaN and for counts of 0."""
     result = torch.stack(list(result)) if isinstance(result, tuple) else result
     return bool(result.isnan().all() if result.is_floating_point() else (result == 0).all())
 
@@ -275,7 +275,7 @@ def nothing(result):
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 @table({n: c for n, c in DECLARED.items() if not isinstance(c.result(), (metrics.Reliability, metrics.RiskCoverage,
                                                                         metrics.QuantileCalibration))})  # fmt: skip
-def test_there_is_no_answer_about_nothing(case):
+def test_results_without_rows_are_nan_or_zero(case):
     assert nothing(case.make().compute())
     assert nothing(case.function(*case.data(slice(0, 0))))
     if case.declaration.class_name in OF_ROWS:
@@ -283,7 +283,7 @@ def test_there_is_no_answer_about_nothing(case):
 
 
 @table(OF_ROWS | OF_FORECASTS)
-def test_gradients_are_left_alone(case):
+def test_metrics_have_no_gradient_and_keep_that_of_predictions(case):
     p, y = case.data(slice(None))
     z = p.predictions.clone().requires_grad_()
     own = Predictive(z, p.task)
@@ -298,7 +298,7 @@ def test_gradients_are_left_alone(case):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @table(OF_ROWS | OF_FORECASTS)
-def test_half_precision_is_computed_in_full(case, dtype):
+def test_half_precision_is_computed_in_full_precision(case, dtype):
     p, y = case.data(slice(None))
     y = y.to(dtype) if y.is_floating_point() else y
     coarse = p.to(dtype)
@@ -326,7 +326,7 @@ BAD_SETTINGS = COUNTS | {
 
 
 @table(DECLARED)
-def test_bad_settings_are_named_by_the_function_and_when_the_class_is_made(case):
+def test_function_and_class_refuse_invalid_settings(case):
     for name in case.declaration.class_settings.keys() & BAD_SETTINGS.keys():
         values, sentence = BAD_SETTINGS[name]
         for value in values:

@@ -21,7 +21,7 @@ from tests.metrics.cases import MEMBERS, classes, logits, text_matrix, text_mean
 
 
 def voting(*votes):
-    """Members that are nearly sure of these labels, and their predictive."""
+    """Predictions of members that are nearly sure of these labels."""
     return Predictive(9 * torch.nn.functional.one_hot(torch.tensor(votes)).float())
 
 
@@ -62,7 +62,7 @@ def text_normalised(z, y):
 
 
 @pytest.mark.parametrize("z", MEMBERS.values(), ids=MEMBERS)
-def test_labels_of_pairs_of_members_are_compared_as_in_the_textbook(z):
+def test_disagreement_equals_loops_over_pairs(z):
     matrix = metrics.pairwise_disagreement(Predictive(z))
     assert matrix.dtype == torch.float64
     np.testing.assert_allclose(matrix, text_matrix(text_disagreement, z), rtol=1e-6, atol=1e-12)
@@ -71,7 +71,7 @@ def test_labels_of_pairs_of_members_are_compared_as_in_the_textbook(z):
     assert float(mean) == pytest.approx(text_mean(text_disagreement, z), rel=1e-6, abs=1e-12)
 
 
-def test_errors_of_members_are_compared_as_in_the_textbook():
+def test_error_diversity_equals_loops_over_pairs():
     z, y = logits(4, 200, 3), classes(3, 200)
     z.scatter_add_(2, y.expand(4, -1)[..., None], torch.full((4, 200, 1), 2.0))
     p = Predictive(z)
@@ -80,7 +80,7 @@ def test_errors_of_members_are_compared_as_in_the_textbook():
     assert float(metrics.error_correlation(p, y)) == pytest.approx(text_correlation(z, y))
 
 
-def test_members_that_err_together_correlate_and_those_that_err_apart_do_the_opposite():
+def test_equal_errors_correlate_and_opposite_ones_anticorrelate():
     y = torch.zeros(4, dtype=torch.long)
     together, apart = voting([0, 0, 1, 1], [0, 0, 1, 1]), voting([0, 0, 1, 1], [1, 1, 0, 0])
     for function in (metrics.q_statistic, metrics.error_correlation):
@@ -88,19 +88,19 @@ def test_members_that_err_together_correlate_and_those_that_err_apart_do_the_opp
         assert function(voting([0, 0, 1, 1], [0, 1, 0, 1]), y) == 0
 
 
-def test_of_members_that_are_always_right_nothing_can_be_said():
+def test_perfect_members_have_undefined_error_diversity():
     p, y = voting([0, 1, 1], [0, 1, 1]), torch.tensor([0, 1, 1])
     assert metrics.normalised_disagreement(p, y).isnan()  # 0 / 0
     assert metrics.q_statistic(p, y).isnan() and metrics.error_correlation(p, y).isnan()
     assert metrics.disagreement(p) == 0
 
 
-def test_one_undefined_pair_makes_the_mean_undefined_and_is_not_dropped():
+def test_one_undefined_pair_makes_the_mean_undefined():
     p, y = voting([0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]), torch.zeros(4, dtype=torch.long)
     assert metrics.q_statistic(p, y).isnan()
 
 
-def test_a_single_member_differs_from_nobody():
+def test_a_single_member_has_no_diversity():
     p, y = Predictive(logits(1, 9, 3)), classes(3, 9)
     for name in ("disagreement", "kl", "js"):
         assert getattr(metrics, f"pairwise_{name}")(p).tolist() == [[0.0]]
@@ -148,7 +148,7 @@ DIVERGENCES = {
 
 @pytest.mark.parametrize("z", MEMBERS.values(), ids=MEMBERS)
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_pairs_of_members_are_compared_as_in_the_textbook(name, z):
+def test_divergences_equal_loops_over_pairs(name, z):
     pairwise, mean, of_pair = DIVERGENCES[name]
     matrix = pairwise(Predictive(z))
     assert matrix.dtype == torch.float64
@@ -171,7 +171,7 @@ def test_kl_is_exact_where_probabilities_underflow():
     torch.testing.assert_close(metrics.pairwise_kl(p), torch.tensor([[0.0, 300.0], [300.0, 0.0]]).double())
 
 
-def test_kl_is_infinite_where_a_class_is_ruled_out_by_the_second_but_not_by_the_first():
+def test_kl_is_infinite_if_only_the_second_member_excludes_a_class():
     inf = math.inf
     p = Predictive(torch.tensor([[[0.0, -inf]], [[0.0, 0.0]], [[0.0, -inf]], [[0.0, -800.0]]]))
     expected = torch.tensor([[0, math.log(2), 0, 0], [inf, 0, inf, 400 - math.log(2)], [0, math.log(2), 0, 0]]).double()
@@ -188,7 +188,7 @@ def test_certain_members_that_differ_have_a_js_divergence_of_log_2():
     assert float(metrics.ensemble_js(p)) == pytest.approx(math.log(2))
 
 
-def test_pairs_are_compared_in_chunks_that_change_nothing(monkeypatch):
+def test_chunks_do_not_change_divergences(monkeypatch):
     p = Predictive(logits(3, 40, 5))
     whole = [pairwise(p) for pairwise, _, _ in DIVERGENCES.values()]
     monkeypatch.setattr(divergences, "_CHUNK", 31)
@@ -231,13 +231,13 @@ def test_the_members_squared_error_is_the_ensembles_plus_their_diversity(seed, n
     assert float(member) == pytest.approx(float(ensemble + gain), rel=1e-12)
 
 
-def test_mean_and_variance_heads_are_read_for_their_means():
+def test_ambiguity_ignores_predicted_variances():
     z, y = logits(4, 11, 6), logits(11, 3, seed=1)
     heads, means = Predictive(z, "gaussian"), Predictive(z[:, :, :3], "regression")
     close(metrics.ambiguity_mse(heads, y), metrics.ambiguity_mse(means, y))
 
 
-def test_means_alone_do_not_tell_what_members_gain():
+def test_ambiguity_refuses_plain_means():
     metric = metrics.AmbiguityMSE()
     for ask in (metrics.ambiguity_mse, metric.update):
         with pytest.raises(ValueError, match="ambiguity_mse needs the members' predictions"):
@@ -245,7 +245,7 @@ def test_means_alone_do_not_tell_what_members_gain():
     assert (metric.sums == 0).all()
 
 
-def test_a_true_class_that_members_rule_out():
+def test_ambiguity_of_an_excluded_true_class():
     inf = math.inf
     one, all_of_them = torch.tensor([[[0.0, -inf]], [[0.0, 0.0]]]), torch.tensor([[[0.0, -inf]], [[1.0, -inf]]])
     member, ensemble, gain = metrics.ambiguity_nll(Predictive(one), torch.tensor([1]))
@@ -270,7 +270,7 @@ def vector(network):
     return np.concatenate([p.detach().double().numpy().ravel() for p in network.parameters()])
 
 
-def test_cosine_similarity_is_that_of_all_weights_and_no_buffer():
+def test_cosine_similarity_uses_all_weights_and_no_buffers():
     nets = [net(seed) for seed in range(4)]
     nets[1][1].running_mean += 100
     expected = sklearn_cosine(np.stack([vector(n) for n in nets]))
@@ -293,7 +293,7 @@ def test_cosine_similarity_along_a_recording():
     close(cosine_similarity(recorder), expected)
 
 
-def test_cosine_similarity_of_members_that_share_weights_is_that_of_what_each_sees():
+def test_cosine_similarity_of_members_with_shared_weights():
     ensemble = mt.batch_ensemble(net(0), members=3)
     expected = sklearn_cosine(np.stack([vector(ensemble.member(i)) for i in range(3)]))
     np.testing.assert_allclose(cosine_similarity(ensemble), expected, rtol=1e-6)
@@ -307,7 +307,7 @@ def test_cosine_similarity_in_chunks_and_of_a_single_network(monkeypatch):
     close(cosine_similarity(nets), similarity)
 
 
-def test_a_network_of_zeros_is_similar_to_nothing():
+def test_cosine_similarity_of_zero_weights_is_nan():
     zeros = net(0)
     for p in zeros.parameters():
         p.data.zero_()
@@ -332,6 +332,6 @@ BAD_NETWORKS = {
 
 
 @pytest.mark.parametrize("networks, model, message", BAD_NETWORKS.values(), ids=BAD_NETWORKS)
-def test_bad_networks_are_named(networks, model, message):
+def test_invalid_networks_raise_an_error(networks, model, message):
     with pytest.raises(ValueError, match=message):
         cosine_similarity(networks, model)

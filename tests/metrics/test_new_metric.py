@@ -1,4 +1,4 @@
-"""The recipe for a metric, followed: one declaration gives the function, the class, and its place in every result."""
+"""A new metric: one declaration creates the function, the class, and its place in every result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _per_cent(sums: Tensor, digits: Count = 6) -> Tensor:
 
 
 def margin(rows: Rows, power: Count = 1) -> Tensor:
-    """How far the most probable class is ahead of the next, in per cent, mean over rows."""
+    """Difference between the two largest probabilities in per cent, mean over rows."""
     first, second = rows.probs.topk(2).values.T
     return total_of((first - second).double() ** power)
 
@@ -48,7 +48,7 @@ def declare(**arguments):
     )
 
 
-def test_the_function_reads_and_checks_what_other_functions_do():
+def test_the_function_reads_and_checks_its_input():
     function = declare()
     assert float(function(P, Y)) == pytest.approx(100 * (0.8 + 0.2 + 0.5) / 3)
     assert float(function(P, Y, power=2)) == float(function(P, Y, 2)) == pytest.approx(100 * (0.64 + 0.04 + 0.25) / 3)
@@ -80,7 +80,7 @@ def test_the_class_streams_and_can_be_pickled():
         Margin(1, 2, None, 4)  # noqa: F821
 
 
-def test_evaluate_has_it_in_its_group_and_of_corrupted_images_by_the_name_of_its_score():
+def test_evaluate_includes_the_metric_under_its_score_name():
     function = declare(score="lead")
     net, images = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), torch.rand(40, 1, 8, 8)
     result = evaluate(net, (images, DATA[1]), shift="contrast", severities=[2], tasks="calibration")
@@ -93,7 +93,7 @@ def test_evaluate_has_it_in_its_group_and_of_corrupted_images_by_the_name_of_its
 @pytest.mark.parametrize(
     ("direction", "arrow", "first"), [(HIGHER, "\u00a0↑", "c"), (ZERO, "\u00a0→0", "b"), (NEITHER, "", None)]
 )
-def test_leaderboards_order_by_it_and_reports_point_where_it_says(direction, arrow, first):
+def test_leaderboards_and_reports_use_the_direction(direction, arrow, first):
     declare(better=direction)
     rows = [Row(name, name, (0,), {"margin": Value((value,))}) for name, value in (("a", -0.5), ("b", 0.1), ("c", 0.3))]
     assert better("margin") is better("shift/fog/3/margin") is direction
@@ -103,7 +103,7 @@ def test_leaderboards_order_by_it_and_reports_point_where_it_says(direction, arr
     assert Head.of(column_of("margin")).title == f"margin{arrow}"
 
 
-def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
+def test_metrics_of_a_new_module_are_discovered(tmp_path, monkeypatch):
     source = '''
         """Which class is probable."""
         from __future__ import annotations
@@ -132,7 +132,7 @@ def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
     assert better("unsure").quality(0.1) > better("unsure").quality(0.2)
 
 
-def test_a_name_is_declared_once_and_in_a_group_that_exists():
+def test_duplicate_names_and_unknown_groups_are_refused():
     def nll(rows: Rows) -> Tensor:
         return total_of(rows.correct)
 
@@ -142,7 +142,7 @@ def test_a_name_is_declared_once_and_in_a_group_that_exists():
         declare(group="score")
 
 
-def test_every_metric_of_the_folder_is_offered_with_its_function_and_class():
+def test_every_metric_is_public():
     for declaration in METRICS.values():
         function, streaming = (getattr(mt.metrics, name) for name in (declaration.name, declaration.class_name))
         assert function.declaration is declaration and streaming.declaration is declaration

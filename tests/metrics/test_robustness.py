@@ -38,7 +38,7 @@ def measure(request):
 
 
 @pytest.mark.parametrize("shape", [(9, 4, 3), (2, 1, 3), (5, 6, 2)])
-def test_sequences_are_measured_as_printed(measure, shape):
+def test_sequence_metrics_equal_their_equations(measure, shape):
     function, _, textbook = measure
     p = logits(*shape).softmax(2)
     result = function(p)
@@ -46,7 +46,7 @@ def test_sequences_are_measured_as_printed(measure, shape):
     assert float(result) == pytest.approx(textbook(p.double().numpy()), rel=1e-6)
 
 
-def test_a_sequence_may_come_in_any_form(measure):
+def test_sequences_are_accepted_in_any_form(measure):
     function, streaming, textbook = measure
     z = logits(3, 9, 4, 5)  # three members, nine frames of four inputs
     p = z.double().softmax(3).mean(0)
@@ -64,26 +64,7 @@ def test_a_sequence_may_come_in_any_form(measure):
     assert float(metric.compute()) == expected
 
 
-def test_pixels_are_sequences_of_their_own(measure):
-    function, _, textbook = measure
-    z = logits(6, 2, 3, 4, 5)  # [T, B, C, H, W]
-    expected = pytest.approx(textbook(z.double().softmax(2).movedim(2, -1).reshape(6, -1, 3).numpy()), rel=1e-6)
-    assert float(function(z.softmax(2))) == expected
-    assert float(function([Predictive(frame[None]) for frame in z])) == expected
-    stream = z[:, 0]
-    one = pytest.approx(textbook(stream.double().softmax(1).movedim(1, -1).reshape(6, -1, 3).numpy()), rel=1e-5)
-    assert float(function(Predictive(stream[None]))) == one
-
-
-def test_each_step_counts_the_same_in_sequences_of_different_lengths():
-    steady, wavering = torch.eye(2)[[0, 0, 0]], torch.eye(2)[[0, 1]]
-    metric = metrics.Consistency()
-    metric.update(steady)
-    metric.update(wavering)
-    assert float(metric.compute()) == pytest.approx(2 / 3)
-
-
-def test_a_sequence_that_does_not_move_has_its_entropy_as_cross_entropy():
+def test_constant_sequences_have_their_entropy_as_cross_entropy():
     p = torch.tensor([0.5, 0.25, 0.25]).expand(4, 3)
     assert metrics.consistency(p) == 1
     assert float(metrics.cross_entropy_consistency(p)) == pytest.approx(1.5 * math.log(2))
@@ -98,13 +79,13 @@ def test_probabilities_of_0_and_1():
     assert float(metrics.cross_entropy_consistency(far)) == pytest.approx(300)
 
 
-def test_of_equally_probable_classes_the_first_counts():
+def test_the_first_class_wins_a_tie():
     assert metrics.consistency(torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.5, 0.5], [0.4, 0.6]])) == pytest.approx(2 / 3)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(1, 6), st.integers(1, 3), st.integers(1, 6))
-def test_sequences_stream_and_neither_their_order_nor_that_of_members_matters(seed, t, b, s, batch):
+def test_streaming_sequences_equal_one_call_in_any_order(seed, t, b, s, batch):
     z = logits(s, t, b, 3, seed=seed)
     members, sequences = orders(s, b, seed)
     for function, streaming, _ in SEQUENCE.values():
@@ -143,7 +124,7 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("frames, message", BAD_FRAMES.values(), ids=BAD_FRAMES)
-def test_bad_frames_are_named(measure, frames, message):
+def test_invalid_frames_raise_an_error(measure, frames, message):
     function, streaming, _ = measure
     with pytest.raises(ValueError, match=message):
         function(frames)
@@ -160,7 +141,7 @@ def text_relative_confidence(p, y):
     return np.mean([row[label] / max(row) for row, label in zip(p, y, strict=True)])
 
 
-def test_relative_confidence_is_as_printed():
+def test_relative_confidence_equals_its_equation():
     z, y = logits(3, 40, 4), classes(4, 40)
     p = Predictive(z)
     expected = text_relative_confidence(z.double().softmax(2).mean(0).numpy(), y)
@@ -168,17 +149,10 @@ def test_relative_confidence_is_as_printed():
     assert float(metrics.relative_confidence(p.probs, y)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_relative_confidence_is_1_for_right_predictions_and_0_for_impossible_classes():
-    p = logits(40, 4).softmax(1)
-    assert metrics.relative_confidence(p, p.argmax(1)) == 1
-    assert metrics.relative_confidence(torch.eye(3), torch.tensor([1, 2, 0])) == 0
-    assert metrics.relative_confidence(torch.tensor([[0.5, 0.5]]), torch.tensor([1])) == 1  # a tie is no error here
-
-
 # Attacks --------------------------------------------------------------------------------------------------
 
 
-def test_the_success_rate_of_an_attack_is_the_share_of_right_predictions_that_it_made_wrong():
+def test_attack_success_is_the_share_of_correct_predictions_made_wrong():
     clean, attacked, y = logits(50, 3).softmax(1), logits(50, 3, seed=5).softmax(1), classes(3, 50)
     fooled = [
         int(attacked[n].argmax() != y[n]) for n in range(50) if clean[n].argmax() == y[n]
@@ -190,7 +164,7 @@ def test_the_success_rate_of_an_attack_is_the_share_of_right_predictions_that_it
     assert metrics.attack_success_rate(clean, attacked, y, ignore=2) == without
 
 
-def test_it_is_the_success_rate_that_the_attack_itself_tells():
+def test_attack_success_equals_that_of_the_attack():
     torch.manual_seed(0)
     net = mt.deep_ensemble(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), members=3)
     x, y = torch.rand(60, 1, 4, 4), classes(3, 60)
@@ -200,14 +174,14 @@ def test_it_is_the_success_rate_that_the_attack_itself_tells():
     assert float(rate) == pytest.approx(float(attack.success_rate[-1]), rel=1e-6)
 
 
-def test_nothing_can_be_said_of_an_attack_on_what_was_wrong_already():
+def test_attack_success_without_correct_predictions_is_nan():
     p = torch.eye(3)
     assert metrics.attack_success_rate(p, p, torch.tensor([1, 2, 0])).isnan()
     assert metrics.attack_success_rate(p, p, torch.tensor([0, 1, 2])) == 0
     assert metrics.attack_success_rate(p, p.roll(1, 0), torch.tensor([0, 1, 2])) == 1
 
 
-def test_both_predictions_of_an_attack_must_be_of_the_same_inputs():
+def test_attack_predictions_need_the_same_inputs():
     p, y = torch.eye(3), torch.tensor([0, 1, 2])
     with pytest.raises(ValueError, match=r"target must have the prediction's shape without classes, \[2\], got \[3\]"):
         metrics.attack_success_rate(p, p[:2], y)
@@ -228,7 +202,7 @@ def video(t=6, s=3, b=2, c=3, h=4, w=5, seed=0):
 
 
 @pytest.mark.parametrize("name", ["consistency", "cross_entropy_consistency"])
-def test_masked_pixels_do_not_count_in_whatever_form_a_video_comes(name):
+def test_masked_pixels_do_not_count_in_any_form_of_video(name):
     z, kept = video(s=1)
     function, frames = getattr(metrics, name), z[:, 0].softmax(2)
     steps = []
@@ -254,7 +228,7 @@ def test_the_last_frame_of_a_video_is_not_compared_with_the_first_of_the_next():
     assert metric.compute() == 0.8 and metric.sums[1] == 5
 
 
-def test_bad_frames():
+def test_invalid_masks_raise_an_error():
     z, kept = video()
     frames = [Predictive(frame) for frame in z]
     with pytest.raises(ValueError, match="masks must hold one mask per frame, got more frames"):
@@ -287,7 +261,7 @@ def tables(seed=0):
     return ({name: random.uniform(0.1, 0.9, 5).tolist() for name in names} for _ in range(2))
 
 
-def test_corruption_errors_are_the_textbooks():
+def test_corruption_errors_equal_their_definition():
     errors, baseline = tables()
     by_hand = [sum(errors[c][s] for s in range(5)) / sum(baseline[c][s] for s in range(5)) for c in errors]
     np.testing.assert_allclose(metrics.corruption_error(errors, baseline), by_hand)
@@ -297,7 +271,7 @@ def test_corruption_errors_are_the_textbooks():
     assert float(metrics.mean_corruption_error(errors)) == pytest.approx(np.mean(means))
 
 
-def test_relative_corruption_errors_are_those_of_hendrycks_and_dietterich():
+def test_relative_corruption_errors_equal_their_definition():
     errors, baseline = tables()
     by_hand = [
         sum(errors[c][s] - 0.05 for s in range(5)) / sum(baseline[c][s] - 0.08 for s in range(5)) for c in errors
@@ -311,7 +285,7 @@ def test_relative_corruption_errors_are_those_of_hendrycks_and_dietterich():
     assert float(metrics.relative_mean_corruption_error(errors, 0.05)) == pytest.approx(np.mean(growth))
 
 
-def test_tables_may_be_tensors_lists_or_mappings_of_either_in_any_order():
+def test_scores_are_tensors_lists_or_mappings():
     errors, baseline = tables()
     expected = metrics.corruption_error(errors, baseline)
     turned = {name: torch.tensor(baseline[name]) for name in reversed(baseline)}
@@ -348,12 +322,12 @@ BAD_TABLES = {
 
 
 @pytest.mark.parametrize("given, message", BAD_TABLES.values(), ids=BAD_TABLES)
-def test_bad_tables_are_named(given, message):
+def test_invalid_scores_raise_an_error(given, message):
     with pytest.raises(ValueError, match=message):
         metrics.mean_corruption_error(*given)
 
 
-def test_a_bad_clean_error_is_named():
+def test_invalid_clean_errors_raise_an_error():
     with pytest.raises(ValueError, match="baseline and baseline_clean must be given together"):
         metrics.relative_corruption_error([FIVE], 0.1, [FIVE])
     with pytest.raises(ValueError, match="baseline and baseline_clean must be given together, got baseline_clean=0.1"):

@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("function, textbook", SCORES.values(), ids=SCORES)
-def test_scores_are_the_textbooks(function, textbook, case):
+def test_scores_equal_loops_over_rows(function, textbook, case):
     z, y = case
     mean = z.double().softmax(2).mean(0)
     expected = textbook(*pixels(mean, y), z.shape[2])
@@ -82,7 +82,7 @@ def test_scores_are_the_textbooks(function, textbook, case):
     np.testing.assert_allclose(function(mean, y, ignore=VOID).double(), expected, rtol=1e-12)
 
 
-def test_classes_are_left_out_of_the_mean_where_they_do_not_occur():
+def test_classes_that_do_not_occur_are_left_out():
     true, predicted = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 0, 1, 2]])
     p = torch.nn.functional.one_hot(predicted, 5).movedim(-1, 1).double()
     iou = metrics.class_iou(p, true)

@@ -43,7 +43,7 @@ def text_uncertainties(z):
 
 @pytest.mark.parametrize("s", [1, 2, 5])
 @pytest.mark.parametrize("c", [2, 7])
-def test_uncertainties_are_the_textbooks(s, c):
+def test_uncertainties_equal_loops_over_members(s, c):
     z = logits(s, 23, c)
     expected = [text_uncertainties(z[:, i].numpy()) for i in range(23)]
     assert list(UNCERTAINTIES) == list(expected[0])
@@ -64,7 +64,7 @@ def test_each_pixel_of_a_dense_prediction_has_a_score():
         torch.testing.assert_close(UNCERTAINTIES[name](p), UNCERTAINTIES[name](Predictive(z[:1])))
 
 
-def test_uncertainties_are_the_same_for_probabilities_as_for_the_predictive_they_are_of():
+def test_probabilities_have_the_uncertainties_of_their_predictive():
     p = Predictive(logits(4, 60, 5))
     for name in OF_PROBABILITIES:
         torch.testing.assert_close(UNCERTAINTIES[name](p.probs), UNCERTAINTIES[name](p))
@@ -73,7 +73,7 @@ def test_uncertainties_are_the_same_for_probabilities_as_for_the_predictive_they
 
 
 @pytest.mark.parametrize("name", sorted(set(UNCERTAINTIES) - set(OF_PROBABILITIES)))
-def test_what_looks_at_members_or_logits_needs_a_predictive(name):
+def test_other_uncertainties_need_a_predictive(name):
     p = Predictive(logits(4, 60, 5)).probs
     sentence = f"{name} needs the members' predictions: pass a Predictive, got only probabilities"
     with raises(sentence):
@@ -84,7 +84,7 @@ def test_what_looks_at_members_or_logits_needs_a_predictive(name):
         metrics.OODDetection(uncertainties=[name]).update(p, outside=True)
 
 
-def test_logits_of_half_precision_are_added_up_in_float32():
+def test_half_precision_logits_are_summed_in_float32():
     z = torch.full((1, 1, 70_000), 5.0, dtype=torch.float16)  # the sum of exponentials is beyond half precision
     assert float(uncertainties.energy(Predictive(z))) == pytest.approx(-5 - math.log(70_000), rel=1e-6)
 

@@ -243,9 +243,7 @@ def test_copies_and_stored_networks_are_equal(build: Build, shape: tuple[int, ..
 @pytest.mark.quick(2)
 @every_network
 @pytest.mark.parametrize("method", ["batch_ensemble", "packed", pytest.param("deep_ensemble", marks=pytest.mark.slow)])
-def test_ensembles_of_every_architecture_work(
-    method: str, build: Build, shape: tuple[int, ...]
-) -> None:
+def test_ensembles_of_every_architecture_work(method: str, build: Build, shape: tuple[int, ...]) -> None:
     model, x = with_statistics(build, shape)
     if method == "packed":
         if isinstance(model, PyramidNet):
