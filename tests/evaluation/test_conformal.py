@@ -129,18 +129,6 @@ def test_scores_and_sets_are_those_of_loops(score, settings, ties):
         assert np.array_equal(fitted.set(p, level).numpy(), expected <= threshold + 1e-9)
 
 
-@pytest.mark.parametrize("score", ["lac", "aps", "raps"])
-def test_sets_grow_with_the_level_and_only_lac_has_empty_ones(score):
-    p, y = classifier(200)
-    fitted = Conformal.fit(p, y, ConformalScore(score, k_reg=0, penalty=1.0))
-    sets = [fitted.set(p, level) for level in (0.01, 0.3, 0.5, 0.7, 0.9, 0.99)]
-    assert all(bool((small <= large).all()) for small, large in itertools.pairwise(sets))
-    if score == "lac":
-        assert not sets[1].any(1).all()
-    else:
-        assert all(chosen.gather(1, p.label[:, None]).all() for chosen in sets)
-
-
 def test_randomized_sets_are_repeatable_by_their_seed(monkeypatch):
     p, y = classifier(200)
 

@@ -81,12 +81,6 @@ def test_watch_receives_every_prediction_of_data_and_ood_data(net):
     assert received["other"][0][1] is None
 
 
-def test_a_plain_network_is_an_ensemble_of_one(net):
-    alone = evaluate(net.member(0), LOADER)
-    assert alone["accuracy"] == pytest.approx(float((net.member(0)(X).argmax(1) == Y).float().mean()))
-    assert alone["disagreement"] == 0 and alone["member_error"] == pytest.approx(1 - alone["accuracy"])
-
-
 @pytest.mark.parametrize(("tasks", "names"), [("selective", ["aurc", "accuracy_at_90"]), (["scores"], ["accuracy"])])
 def test_groups_of_scores_can_be_chosen(net, tasks, names):
     assert [name for name in evaluate(net, LOADER, tasks=tasks)][: len(names)] == names
@@ -191,13 +185,6 @@ def test_every_uncertainty_detects_ood_data(net):
         assert result[f"ood/same/{uncertainty}/auroc"] == pytest.approx(0.5)
     assert result.counts["ood/dark/entropy/auroc"] == 100 and result.counts["ood/same/entropy/auroc"] == 120
     assert evaluate(net, LOADER, ood=OTHER)["ood/entropy/auroc"] == result["ood/dark/entropy/auroc"]
-
-
-def test_draws_and_their_seed_reach_the_network():
-    torch.manual_seed(0)
-    net = mt.mc_dropout(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 4)))
-    first, second, fewer = (evaluate(net, LOADER, draws=n, seed=1) for n in (5, 5, 2))
-    assert dict(first) == dict(second) and first["nll"] != fewer["nll"]
 
 
 def test_ignored_pixels_do_not_count():

@@ -10,7 +10,7 @@ import multitudes as mt
 from multitudes.base import progress
 from multitudes.evaluation.predict import predict
 from multitudes.tasks.predictive import Predictive
-from tests.zoo.predictions import close, raises, randn
+from tests.zoo.predictions import raises, randn
 
 # predict: over tensors and loaders --------------------------------------------------------------------------
 
@@ -118,14 +118,6 @@ def test_each_batch_leaves_the_device_before_the_next(net, monkeypatch):
     assert moved == [1, 2, 3, 4]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_predictions_come_back_to_the_cpu():
-    net = Fake().cuda()
-    p = predict(net, X.split(3))
-    assert p.predictions.device.type == "cpu" and net.seen[0].is_cuda
-    close(p.predictions, (X @ net.weight.cpu()).detach(), atol=1e-4)
-
-
 def test_inputs_of_a_network_without_parameters_are_not_moved():
     class Bare(nn.Module):
         def predict(self, x):
@@ -209,16 +201,6 @@ def test_every_kind_of_predictor_is_accepted(kind):
         mt.fit(predictors[kind], [(X, Y % 3)], 1)
 
 
-def test_a_stream_of_calibrated_predictions_averages_calibrated_probabilities():
-    calibrated = kinds_of_predictors()["calibrated"]
-    stream = mt.temporal(calibrated, frames=2, decay=0.0)
-    stream(X)
-    want = (calibrated.predict(X).probs + calibrated.predict(-X).probs) / 2
-    torch.testing.assert_close(stream(-X).probs, want)
-    with raises("net must be a multitude or a network, got a Stream: pass its network, net.net"):
-        mt.calibrate(stream, (X, Y % 3))
-
-
 def test_a_predict_method_must_return_a_predictive():
     class Own(nn.Linear):
         def predict(self, x):
@@ -300,11 +282,6 @@ def test_progress_without_a_known_length_has_no_percentage(run):
     assert "10 batches, 1.0 batches/s" in text and "%" not in text
 
 
-def test_progress_is_drawn_ten_times_a_second_at_most(run):
-    batches = [X[:1]] * 1000
-    assert 10 <= run(seconds=0.001, data=batches, progress=True).count("batches,") <= 12
-
-
 def test_the_terminal_is_left_clean_after_an_error(run):
     text = run(seconds=0.5)
     assert "batches/s" in text and screen(text) == ""
@@ -312,14 +289,3 @@ def test_the_terminal_is_left_clean_after_an_error(run):
     with raises("batch 1 of data: x holds NaN"):
         run(seconds=5.0, data=[X, X * math.nan], stderr=stderr)
     assert "batches/s" in stderr.getvalue() and screen(stderr.getvalue()) == ""
-
-
-def test_a_shorter_line_covers_a_longer_one(monkeypatch):
-    clock, stderr = [0.0], Terminal()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(progress.sys, "stderr", stderr)
-    bar = progress.ProgressBar(total=0, shown=True)
-    for done, clock[0] in ((1, 0.001), (2, 4.0)):
-        bar.update(done)
-    assert "1 batches, 1000.0 batches/s" in stderr.getvalue()
-    assert screen(stderr.getvalue()) == "2 batches, 0.5 batches/s"

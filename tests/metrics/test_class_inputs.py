@@ -83,16 +83,6 @@ def test_nll_of_calibrated_predictions_is_exact_where_probabilities_underflow():
     assert float(metrics.nll(p, torch.tensor([1]))) == pytest.approx(600)
 
 
-def test_indexing_rows_indexes_all_their_tensors():
-    z, y = logits(3, 9, 4), classes(4, 9)
-    for rows in (metrics.read_rows(Predictive(z), y), metrics.read_rows(z[0].softmax(1), y)):
-        for index in (slice(2, 5), torch.arange(9) % 2 == 0):
-            part = rows[index]
-            assert len(part) == len(y[index]) and torch.equal(part.target, y[index])
-            torch.testing.assert_close(part.probs, rows.probs[index])
-            torch.testing.assert_close(part.target_log_prob, rows.target_log_prob[index])
-
-
 def test_places_are_inputs_and_pixels():
     assert places(Predictive(logits(3, 2, 4, 5, 6))) == places(logits(2, 4, 5, 6)) == (2, 5, 6)
     assert places(Predictive(logits(3, 2, 4))) == places(logits(2, 4)) == (2,)

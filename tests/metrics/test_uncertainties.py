@@ -87,10 +87,3 @@ def test_other_uncertainties_need_a_predictive(name):
 def test_half_precision_logits_are_summed_in_float32():
     z = torch.full((1, 1, 70_000), 5.0, dtype=torch.float16)  # the sum of exponentials is beyond half precision
     assert float(uncertainties.energy(Predictive(z))) == pytest.approx(-5 - math.log(70_000), rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("c", [2, 3, 8, 17, 100])
-def test_the_mutual_information_of_a_single_network_is_exactly_0(c, dtype):
-    for n in (1, 7, 33, 64):
-        assert not UNCERTAINTIES["mutual_information"](Predictive(logits(1, n, c, seed=n).to(dtype))).any()

@@ -346,10 +346,3 @@ def test_activations_are_selected_by_name(activation: str) -> None:
     x = torch.randn(4, 6)
     function = getattr(F, activation) if hasattr(F, activation) else getattr(torch, activation)
     torch.testing.assert_close(net(x), net.fc(function(net.layers[0](x))))
-
-
-def test_biases_can_be_left_out() -> None:
-    hidden, output = mlp(6, 3, hidden=(5,), bias=False), mlp(6, 3, hidden=(5,), output_bias=False)
-    assert (hidden.layers[0].bias, output.fc.bias) == (None, None)
-    assert hidden.fc.bias is not None
-    assert output.layers[0].bias is not None

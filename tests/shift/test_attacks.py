@@ -90,12 +90,6 @@ def test_l2_pgd_on_a_logistic_model_goes_along_its_weights_to_the_edge_of_the_ba
     torch.testing.assert_close(attack.images, x - 0.2 * w / w.norm(), atol=1e-6, rtol=0)
 
 
-def test_linf_pgd_on_a_logistic_model_ends_where_fgsm_does() -> None:
-    net, _, x = logistic()
-    y = torch.zeros(5, dtype=torch.int64)
-    torch.testing.assert_close(pgd(net, x, y, 0.1, seed=3).images, fgsm(net, x, y, 0.1).images)
-
-
 def test_iterative_fast_sign_is_limited_only_by_the_bounds() -> None:
     net, w, x = logistic()
     y = torch.ones(5, dtype=torch.int64)

@@ -41,13 +41,6 @@ def test_noise_has_its_mean_and_variance(side: int, severity: int) -> None:
         assert float(out.var()) == pytest.approx(variance, abs=5 * spread)
 
 
-def test_noise_is_clipped() -> None:
-    out = corrupt(torch.full((4, 3, 70, 70), 0.5), "gaussian_noise", 5, seed=0)
-    tail = scipy.stats.norm.sf(0.5 / 0.38)
-    for end in (0, 1):
-        assert float((out == end).double().mean()) == pytest.approx(tail, abs=5 * (tail / out.numel()) ** 0.5)
-
-
 @pytest.mark.parametrize("severity", SEVERITIES)
 def test_impulse_noise_replaces_equal_shares_by_0_and_1(severity: int) -> None:
     images = torch.full((16, 3, 64, 64), 0.5)
@@ -56,10 +49,6 @@ def test_impulse_noise_replaces_equal_shares_by_0_and_1(severity: int) -> None:
     for end in (0, 1):
         assert float((out == end).double().mean()) == pytest.approx(share / 2, abs=5 * (share / out.numel()) ** 0.5)
     assert bool(((out == 0) | (out == 1) | (out == 0.5)).all())
-
-
-def test_shot_noise_leaves_black_black() -> None:
-    assert float(corrupt(torch.zeros(1, 1, 32, 32), "shot_noise", 5, seed=0).max()) == 0
 
 
 # -- blur --------------------------------------------------------------------------------------------------
@@ -90,20 +79,6 @@ def test_filters_wider_than_the_image_equal_scipy(border: str) -> None:
     kernel = torch.rand(21, 21, dtype=torch.float64)
     expected = scipy.ndimage.correlate(images.numpy(), kernel.numpy(), mode=border)
     np.testing.assert_allclose(filters.correlate(images, kernel, border), expected, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("radius", "rim"), [published("defocus_blur", side, severity) for side in (64, 65) for severity in SEVERITIES]
-)
-def test_the_disk_sums_to_one_and_is_round(radius: float, rim: float) -> None:
-    kernel = blur.disk(radius, rim)
-    assert float(kernel.sum()) == pytest.approx(1, abs=1e-12)
-    torch.testing.assert_close(kernel, kernel.T)
-    torch.testing.assert_close(kernel, kernel.flip(0))
-    middle = len(kernel) // 2
-    distance = torch.linspace(-middle, middle, len(kernel)).square()
-    far = (distance[:, None] + distance).sqrt() > radius + 2 * 2**0.5
-    assert float(kernel[far].abs().sum()) == 0
 
 
 def test_a_sharp_disk_is_uniform_inside_its_circle() -> None:
@@ -192,12 +167,6 @@ def test_fog_on_a_constant_image_has_its_closed_form(severity: int, side: int) -
     low, high = value**2 / (value + thickness), value
     torch.testing.assert_close(out.amin((1, 2, 3)), torch.full((3,), low))
     torch.testing.assert_close(out.amax((1, 2, 3)), torch.full((3,), high))
-
-
-def test_faster_decay_gives_smoother_clouds() -> None:
-    x = torch.zeros(4, 1, 64, 64)
-    rough, smooth = (weather.plasma(x, decay, torch.Generator().manual_seed(0)) for decay in (1.4, 3))
-    assert float(smooth.diff(dim=-1).square().mean()) < float(rough.diff(dim=-1).square().mean()) / 4
 
 
 def test_plasma_is_the_diamond_square_algorithm() -> None:

@@ -81,15 +81,6 @@ def test_half_precision_equals_rounded_single_precision(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_double_precision_changes_images_as_much_as_single_precision(name: str) -> None:
-    images = natural(16, 3, 32, 32)  # other random numbers are drawn, so only sizes can be compared
-    out = corrupt(images.double(), name, 3, seed=0)
-    assert out.dtype == torch.float64
-    changes = [float((out - images).square().mean()) for out in (out, corrupt(images, name, 3, seed=0))]
-    assert changes[0] == pytest.approx(changes[1], rel=1e-4 if name in WITHOUT_CHANCE else 0.2)
-
-
-@pytest.mark.parametrize("name", ALL)
 def test_a_seed_repeats_corruptions_which_differ_between_images(name: str) -> None:
     images = natural(1, 3, 32, 32).repeat(2, 1, 1, 1)
     state = torch.get_rng_state()
@@ -125,11 +116,6 @@ def test_images_above_64_pixels_use_the_parameters_of_imagenet() -> None:
     for height, width, shift in ((64, 64, 0.05), (8, 64, 0.05), (64, 65, 0.1), (65, 8, 0.1)):
         out = corrupt(torch.full((1, 1, height, width), 0.25), "brightness", 1)
         torch.testing.assert_close(out, torch.full_like(out, 0.25 + shift))
-
-
-def test_corruptions_have_no_gradient() -> None:
-    images = natural(1, 3, 16, 16).requires_grad_()
-    assert not corrupt(images, "contrast", 1).requires_grad
 
 
 # Sums of the published constants (make_cifar_c.py and make_imagenet_c.py at github.com/hendrycks/robustness), weighted
