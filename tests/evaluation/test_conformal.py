@@ -45,10 +45,10 @@ def assert_coverage(p, y, score, levels=(0.8, 0.9, 0.95), splits=200, n=500, **s
         for level in levels:
             chosen = fitted.set(unseen, level, seed=split)
             if p.task == "classification":
-                held = chosen.gather(1, y[new].unsqueeze(1))
+                inside = chosen.gather(1, y[new].unsqueeze(1))
             else:
-                held = (chosen[0] <= y[new]) & (y[new] <= chosen[1])
-            shares[level].append(held.double().mean())
+                inside = (chosen[0] <= y[new]) & (y[new] <= chosen[1])
+            shares[level].append(inside.double().mean())
     for level, of_splits in shares.items():
         of_splits = torch.stack(of_splits)
         mean, error = float(of_splits.mean()), float(of_splits.std()) / math.sqrt(splits)

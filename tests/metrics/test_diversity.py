@@ -82,9 +82,9 @@ def test_error_diversity_equals_loops_over_pairs():
 
 def test_equal_errors_correlate_and_opposite_ones_anticorrelate():
     y = torch.zeros(4, dtype=torch.long)
-    together, apart = voting([0, 0, 1, 1], [0, 0, 1, 1]), voting([0, 0, 1, 1], [1, 1, 0, 0])
+    equal, opposite = voting([0, 0, 1, 1], [0, 0, 1, 1]), voting([0, 0, 1, 1], [1, 1, 0, 0])
     for function in (metrics.q_statistic, metrics.error_correlation):
-        assert function(together, y) == 1 and function(apart, y) == -1
+        assert function(equal, y) == 1 and function(opposite, y) == -1
         assert function(voting([0, 0, 1, 1], [0, 1, 0, 1]), y) == 0
 
 

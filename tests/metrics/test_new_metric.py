@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import textwrap
 
 import pytest
@@ -146,6 +147,9 @@ def test_every_metric_is_public():
     for declaration in METRICS.values():
         function, streaming = (getattr(mt.metrics, name) for name in (declaration.name, declaration.class_name))
         assert function.declaration is declaration and streaming.declaration is declaration
-        assert {declaration.name, declaration.class_name} <= set(mt.metrics.__all__) and function.__doc__
+        assert {declaration.name, declaration.class_name} <= set(mt.metrics.__all__)
+        for each in (function, streaming):
+            described = re.findall(r"^    (\w+):", each.__doc__, re.M)
+            assert described == [name for name in inspect.signature(each).parameters if name != "kwargs"], each
     with pytest.raises(AttributeError, match="module 'multitudes.metrics' has no attribute 'nlll'"):
         mt.metrics.nlll  # noqa: B018

@@ -37,15 +37,6 @@ def measure(request):
     return request.param
 
 
-@pytest.mark.parametrize("shape", [(9, 4, 3), (2, 1, 3), (5, 6, 2)])
-def test_sequence_metrics_equal_their_equations(measure, shape):
-    function, _, textbook = measure
-    p = logits(*shape).softmax(2)
-    result = function(p)
-    assert result.dtype == torch.float64 and result.shape == ()
-    assert float(result) == pytest.approx(textbook(p.double().numpy()), rel=1e-6)
-
-
 def test_sequences_are_accepted_in_any_form(measure):
     function, streaming, textbook = measure
     z = logits(3, 9, 4, 5)  # three members, nine frames of four inputs
@@ -103,15 +94,12 @@ P = logits(4, 2, 3).softmax(2)
 
 BAD_FRAMES = {
     "one": (P[:1], "frames must be 2 or more, .* got 1"),
-    "one row": (P[:1, 0], "frames must be 2 or more, .* got 1"),
-    "one input": (Predictive(logits(3, 1, 4)), "frames must be 2 or more, .* got 1"),
     "none": ([], "frames must be 2 or more, .* got 0"),
     "nan": (
         changed(P, math.nan, 2, 1, 0),
         r"frames\[2\]: prediction must hold probabilities .* got nan at index \[1, 0\]",
     ),
     "logits": (list(logits(4, 2, 3)), r"frames\[0\]: prediction must hold probabilities within 0 and 1"),
-    "stream": (changed(P, math.nan, 2, 1, 0)[:, 1], r"prediction must hold probabilities .* got nan at index \[2, 0\]"),
     "unlike": (
         [P[0], P[1], P[2, :1]],
         r"frames must have the same shape, got .*rows=2.* in frames\[1\] and .*rows=1",
@@ -137,14 +125,11 @@ def test_invalid_frames_raise_an_error(measure, frames, message):
 # Relative confidence --------------------------------------------------------------------------------------
 
 
-def text_relative_confidence(p, y):
-    return np.mean([row[label] / max(row) for row, label in zip(p, y, strict=True)])
-
-
 def test_relative_confidence_equals_its_equation():
     z, y = logits(3, 40, 4), classes(4, 40)
     p = Predictive(z)
-    expected = text_relative_confidence(z.double().softmax(2).mean(0).numpy(), y)
+    probs = z.double().softmax(2).mean(0)
+    expected = np.mean([float(row[label] / row.max()) for row, label in zip(probs, y, strict=True)])
     assert float(metrics.relative_confidence(p, y)) == pytest.approx(expected, rel=1e-6)
     assert float(metrics.relative_confidence(p.probs, y)) == pytest.approx(expected, rel=1e-6)
 
@@ -154,9 +139,7 @@ def test_relative_confidence_equals_its_equation():
 
 def test_attack_success_is_the_share_of_correct_predictions_made_wrong():
     clean, attacked, y = logits(50, 3).softmax(1), logits(50, 3, seed=5).softmax(1), classes(3, 50)
-    fooled = [
-        int(attacked[n].argmax() != y[n]) for n in range(50) if clean[n].argmax() == y[n]
-    ]  # by hand, over those that were right
+    fooled = [int(attacked[n].argmax() != y[n]) for n in range(50) if clean[n].argmax() == y[n]]
     assert 0 < np.mean(fooled) < 1
     assert float(metrics.attack_success_rate(clean, attacked, y)) == pytest.approx(np.mean(fooled))
     kept = y != 2
@@ -237,18 +220,13 @@ def test_invalid_masks_raise_an_error():
         metrics.consistency(frames[1:], kept)
     with pytest.raises(ValueError, match="masks must be None or boolean tensors, one for each frame, got int"):
         metrics.consistency(frames, 1)
-    with pytest.raises(
-        ValueError, match=r"frames\[2\]: mask must be a boolean tensor \[2, 4, 5\], got torch.bool \[4\]"
-    ):
+    with pytest.raises(ValueError, match=r"frames\[2\]: mask must be a boolean tensor \[2, 4, 5\]"):
         metrics.consistency(frames, [kept[0], kept[1], kept[2, 0, :, 0], *kept[3:]])
     with pytest.raises(ValueError, match=r"masks must be a boolean tensor \[6\], got list"):
         metrics.consistency(torch.eye(3)[[0, 1, 2, 0, 1, 2]], [True] * 6)
     rows = metrics.read_rows(frames[1], kept[1].long())
-    for bad, got in ((torch.zeros(3), r"shape \[3\]"), (kept.tolist(), "list"), (None, "NoneType")):
-        with pytest.raises(ValueError, match=rf"frames\[1\]: prediction must be .*probabilities.* got {got}"):
-            metrics.consistency([frames[0], bad])
     with pytest.raises(ValueError, match=r"frames\[1\]: prediction must be a Predictive or .*, got Rows"):
-        metrics.consistency([frames[0], rows])  # of which some may have been left out
+        metrics.consistency([frames[0], rows])  # rows may be missing
 
 
 # Corruption errors ----------------------------------------------------------------------------------------
@@ -298,25 +276,16 @@ def test_scores_are_tensors_lists_or_mappings():
 
 FIVE = [0.1, 0.2, 0.3, 0.4, 0.5]
 BAD_TABLES = {
-    "zero": (
-        ({"fog": FIVE, "snow": FIVE}, {"fog": FIVE, "snow": [0] * 5}),
-        "baseline must not sum to 0, got 0 for 'snow'",
+    "zero row": (
+        (torch.ones(2, 5), torch.eye(2, 5) * torch.tensor([[1], [0]])),
+        "baseline must not sum to 0, got 0 for corruption 1",
     ),
-    "zero row": ((torch.ones(2, 5), torch.eye(2, 5) * torch.tensor([[1], [0]])), "got 0 for corruption 1"),
     "other": (({"fog": FIVE}, {"snow": FIVE}), "baseline must hold the corruptions of errors, 'fog', got 'snow'"),
-    "kinds": (({"fog": FIVE}, [FIVE]), "baseline must hold the corruptions of errors, 'fog', got corruption 0"),
     "fewer": (({"fog": FIVE}, {"fog": FIVE[:3]}), "baseline must hold as many severities as errors, 5, got 3"),
     "ragged": (({"fog": FIVE, "snow": FIVE[:3]},), r"must hold 5 scores for 'snow', got shape \[3\]"),
-    "nan": (({"fog": FIVE, "snow": [0.1, math.nan]},), "must hold 5 scores"),
     "nan value": (({"fog": [0.1, 0.2, math.nan]},), "errors must hold finite scores, got nan for 'fog' at index 2"),
-    "inf": (
-        (torch.tensor([[1.0], [math.inf]]),),
-        "errors must hold finite scores, got inf for corruption 1 at index 0",
-    ),
     "empty": (({},), "errors must hold at least one corruption"),
-    "scalars": (({"fog": 0.1},), "errors must hold at least one corruption"),
     "no severity": ((torch.zeros(3, 0),), "errors must hold at least one corruption"),
-    "flat": ((torch.zeros(5),), r"errors must be {corruption: scores} or \[corruptions, severities\]"),
     "number": ((0.3,), r"errors must be {corruption: scores} or \[corruptions, severities\], got 0.3"),
 }
 
@@ -328,8 +297,6 @@ def test_invalid_scores_raise_an_error(given, message):
 
 
 def test_invalid_clean_errors_raise_an_error():
-    with pytest.raises(ValueError, match="baseline and baseline_clean must be given together"):
-        metrics.relative_corruption_error([FIVE], 0.1, [FIVE])
     with pytest.raises(ValueError, match="baseline and baseline_clean must be given together, got baseline_clean=0.1"):
         metrics.relative_corruption_error([FIVE], 0.1, baseline_clean=0.1)
     with pytest.raises(ValueError, match="clean must be a finite number, .* got nan"):

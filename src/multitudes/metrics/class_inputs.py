@@ -110,10 +110,11 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
     Raises:
         ValueError: For invalid input, with the first bad value and its index.
 
-    >>> images = torch.tensor([[[0.5, 0.9]], [[0.5, 0.1]]]).transpose(0, 1)  # [1, 2, 2]: two pixels, two classes
-    >>> rows = read_rows(images, torch.tensor([[1, 255]]), ignore=255)
-    >>> rows, rows.probs, rows.target
-    (Rows(rows=1, classes=2, members=None), tensor([[0.5000, 0.5000]]), tensor([1]))
+    Example:
+        >>> images = torch.tensor([[[0.5, 0.9]], [[0.5, 0.1]]]).transpose(0, 1)  # [1, 2, 2]: two pixels, two classes
+        >>> rows = read_rows(images, torch.tensor([[1, 255]]), ignore=255)
+        >>> rows, rows.probs, rows.target
+        (Rows(rows=1, classes=2, members=None), tensor([[0.5000, 0.5000]]), tensor([1]))
     """
     check_ignore("ignore", ignore)
     if isinstance(prediction, Rows):

@@ -354,7 +354,7 @@ def discover(package: str, path: Iterable[str]) -> dict[str, Any]:
 # Signatures and docstrings ------------------------------------------------------------------------------
 
 
-_SECTION = re.compile(r"\n\n(?=(?:Args|Returns|Raises):\n|>>> )")
+_SECTION = re.compile(r"\n\n(?=(?:Args|Returns|Raises|Example):\n|>>> )")
 """Gap before a section of a docstring."""
 
 

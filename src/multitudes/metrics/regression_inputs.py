@@ -122,10 +122,11 @@ def read_forecasts(
         scale: Factor on all outputs, such as the standard deviation of standardised targets. `noise_precision` refers
             to outputs before scaling.
 
-    >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
-    >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
-    >>> forecasts, forecasts.std
-    (Forecasts(members=2, values=2), tensor([1.1180, 0.5000], dtype=torch.float64))
+    Example:
+        >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
+        >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
+        >>> forecasts, forecasts.std
+        (Forecasts(members=2, values=2), tensor([1.1180, 0.5000], dtype=torch.float64))
     """
     check_noise_precision("noise_precision", noise_precision)
     check_scale("scale", scale)
