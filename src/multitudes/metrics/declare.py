@@ -72,40 +72,40 @@ RANKS: dict[str, Better] = {}
 """Direction of better scores, by function name and by name in an evaluation."""
 
 
-KINDS: dict[str, Kind] = {}
-"""Kinds of metrics by name; tasks list the kinds that apply to them."""
+INPUT_FORMATS: dict[str, InputFormat] = {}
+"""Input formats by name; tasks list the formats of the metrics that apply to them."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class InputFormat:
     """Input format of a group of metrics."""
 
     name: str
     read: Callable[..., Any]
-    """Maps a batch to the input of updates. Parameters whose type has a check are settings."""
+    """Function that maps a batch to the input of updates. Parameters whose type has a check are settings."""
     allows: Callable[[Predictive, float | None], bool] = lambda p, noise_precision: True
-    """Return whether predictions of a suitable task support these metrics, given the noise precision."""
+    """Function of predictions and noise precision: True if these metrics apply to predictions of a suitable task."""
 
     def __post_init__(self) -> None:
-        KINDS[self.name] = self
+        INPUT_FORMATS[self.name] = self
 
     def fits(self, p: Predictive, noise_precision: float | None) -> bool:
-        """Return whether `evaluate` computes these metrics for the predictions."""
+        """Return True if `evaluate` computes these metrics for the predictions."""
         return self.name in p.reading.metrics and self.allows(p, noise_precision)
 
 
-CLASSIFICATION = Kind("classification", read_rows)
-BY_CLASS = Kind("by class", read_rows)
-"""For few classes; a vocabulary is too large to count each."""
-SEGMENTATION = Kind("segmentation", read_rows, lambda p, _: len(places(p)) > 1)
-YES_OR_NO = Kind("yes or no", read_rows)
-TOKENS = Kind("tokens", read_rows)
-TARGETLESS = Kind("targetless", read_without_target)
+CLASSIFICATION = InputFormat("classification", read_rows)
+BY_CLASS = InputFormat("by class", read_rows)
+"""Metrics for few classes: a vocabulary is too large to count each."""
+SEGMENTATION = InputFormat("segmentation", read_rows, lambda p, _: len(places(p)) > 1)
+YES_OR_NO = InputFormat("yes or no", read_rows)
+TOKENS = InputFormat("tokens", read_rows)
+TARGETLESS = InputFormat("targetless", read_without_target)
 
 
 def read_batch(p: Predictive, target: Tensor, **settings: Any) -> Any:
     """Read and check predictions and targets once for all metrics of their task, with the reader's settings."""
-    read = KINDS[p.reading.metrics[0]].read
+    read = INPUT_FORMATS[p.reading.metrics[0]].read
     return read(p, target, **_select(read, settings))
 
 
@@ -195,7 +195,7 @@ class Declaration(Generic[R]):
     compute: Callable[..., R] = mean_of  # type: ignore[assignment]
     _: KW_ONLY
     better: Better
-    kind: Kind = CLASSIFICATION
+    kind: InputFormat = CLASSIFICATION
     shape: tuple[int | str, ...] = (2,)
     """Shape of the sums; a name is a setting, or a size that only the class takes, such as the number of `classes`."""
     kept: int = 0

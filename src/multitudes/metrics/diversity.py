@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from multitudes.ensemble.multitude import Multitude
 from multitudes.metrics.class_inputs import Rows
-from multitudes.metrics.declare import NEITHER, TARGETLESS, Kind, counted, metric
+from multitudes.metrics.declare import NEITHER, TARGETLESS, InputFormat, counted, metric
 from multitudes.metrics.regression_inputs import Forecast, Forecasts, read_forecasts
 from multitudes.training.recorder import Recorder, fitting, flat_state
 
@@ -183,7 +183,7 @@ def _read_members(prediction: Forecast, target: Tensor | None = None) -> Forecas
     return read_forecasts(prediction, target)
 
 
-@metric("AmbiguityMSE", _parts, better=NEITHER, kind=Kind("regression by members", _read_members), shape=(4,))
+@metric("AmbiguityMSE", _parts, better=NEITHER, kind=InputFormat("regression by members", _read_members), shape=(4,))
 def ambiguity_mse(forecasts: Forecasts) -> Tensor:
     """Members' mean squared error, split into that of their mean `m` and their diversity; means over all values.
 

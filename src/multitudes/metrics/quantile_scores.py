@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.class_inputs import check_finite
-from multitudes.metrics.declare import LOWER, NEITHER, Kind, metric, total_of
+from multitudes.metrics.declare import LOWER, NEITHER, InputFormat, metric, total_of
 from multitudes.metrics.regression_inputs import Scale, check_scale, check_values
 from multitudes.tasks.predictive import Predictive
 
@@ -75,8 +75,8 @@ def read_quantiles(
     return QuantileRows(prediction, values.flatten() * scale, scale)
 
 
-QUANTILES = Kind("quantiles", read_quantiles)
-QUANTILE_INTERVALS = Kind(
+QUANTILES = InputFormat("quantiles", read_quantiles)
+QUANTILE_INTERVALS = InputFormat(
     "quantile intervals",
     read_quantiles,
     lambda p, _: p.quantiles is not None and p.quantiles[0] < 0.5 < p.quantiles[-1],

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from multitudes.base.checks import check_number
 from multitudes.metrics.class_inputs import check_finite
-from multitudes.metrics.declare import Kind
+from multitudes.metrics.declare import InputFormat
 from multitudes.tasks import TASKS
 from multitudes.tasks.predictive import Predictive
 
@@ -255,9 +255,9 @@ def check_values(target: Tensor | None, shape: list[int], device: torch.device) 
 
 # Kinds --------------------------------------------------------------------------------------------------
 
-REGRESSION = Kind("regression", read_forecasts)
-INTERVALS = Kind("intervals", read_intervals)
-DENSITY = Kind(  # points have no density
+REGRESSION = InputFormat("regression", read_forecasts)
+INTERVALS = InputFormat("intervals", read_intervals)
+DENSITY = InputFormat(  # points have no density
     "density",
     read_forecasts,
     lambda p, noise_precision: p.reading.tells_noise or noise_precision is not None,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.class_inputs import Ignore, Prediction, Rows, check_mask, places, read_rows, read_without_target
-from multitudes.metrics.declare import HIGHER, LOWER, Kind, metric, ranked, total_of
+from multitudes.metrics.declare import HIGHER, LOWER, InputFormat, metric, ranked, total_of
 from multitudes.tasks.predictive import Predictive
 
 __all__ = [
@@ -221,7 +221,7 @@ def _check_length(frames: int) -> None:
         raise ValueError(f"frames must be 2 or more, since each is compared with the next, got {frames}")
 
 
-SEQUENCES = Kind("sequences", read_sequence)
+SEQUENCES = InputFormat("sequences", read_sequence)
 
 
 @metric("Consistency", better=HIGHER, kind=SEQUENCES)
@@ -289,7 +289,7 @@ def read_attack(
     return before, after
 
 
-@metric("AttackSuccessRate", better=LOWER, kind=Kind("attacks", read_attack))
+@metric("AttackSuccessRate", better=LOWER, kind=InputFormat("attacks", read_attack))
 def attack_success_rate(rows: tuple[Rows, Rows]) -> Tensor:
     """Share of correctly predicted inputs that are wrong after the attack; NaN if none were correct.
 

@@ -71,7 +71,7 @@ def max_logit(prediction: Prediction) -> Tensor:
 
 
 def has_logits(rows: Rows) -> bool:
-    """Return whether rows come from a task with one logit per class."""
+    """Return True if rows come from a task with one logit per class."""
     return "max_logit" in task_of(rows.task).quantities
 
 

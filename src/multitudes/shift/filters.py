@@ -27,7 +27,7 @@ def border_index(index: Tensor, size: int, border: str) -> Tensor:
     return torch.minimum(index, (2 * size - 1 if border == "reflect" else period) - index)
 
 
-def band(taps: Tensor, size: int, border: str) -> Tensor:
+def banded_matrix(taps: Tensor, size: int, border: str) -> Tensor:
     """Return the matrix `[size, size]` that correlates a line with `taps` (an odd number, centred)."""
     radius = len(taps) // 2
     index = torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)
@@ -51,7 +51,7 @@ def gaussian_filter(x: Tensor, sigma: float, border: str = "nearest", truncate: 
     """Blur the last two dimensions by a Gaussian, as `scipy.ndimage.gaussian_filter` does."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
     height, width = x.shape[-2:]
-    return separable(x, band(taps, height, border), band(taps, width, border))
+    return separable(x, banded_matrix(taps, height, border), banded_matrix(taps, width, border))
 
 
 def correlate(x: Tensor, kernel: Tensor, border: str = "mirror") -> Tensor:
@@ -62,7 +62,7 @@ def correlate(x: Tensor, kernel: Tensor, border: str = "mirror") -> Tensor:
     for offset, taps in enumerate(kernel, start=-radius):
         if bool((taps != 0).any()):
             shifted = border_index(torch.arange(height) + offset, height, border).to(x.device)
-            out += x.index_select(-2, shifted) @ band(taps, width, border).to(x).T
+            out += x.index_select(-2, shifted) @ banded_matrix(taps, width, border).to(x).T
     return out
 
 
