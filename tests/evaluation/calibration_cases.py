@@ -1,4 +1,4 @@
-"""Predictions that are too sure, and what the tests of calibration ask of them."""
+"""Overconfident predictions that the tests of calibration share."""
 
 import torch
 
@@ -9,12 +9,12 @@ from tests.zoo.predictions import randn
 
 
 def sample(logits, seed=99):
-    """Classes drawn from the probabilities of logits `[N, C]`, by numbers that no `randn` of these tests has used."""
+    """Draw classes from the probabilities of logits `[N, C]`, with another seed than the tests' `randn`."""
     return logits.softmax(1).multinomial(1, generator=torch.Generator().manual_seed(seed))[:, 0]
 
 
 def classifier(inputs=400, classes=5, members=3, sharpness=3.0, dtype=torch.float32):
-    """Members that are about `sharpness` times as sure as they may be, and classes."""
+    """Overconfident members, by a factor of about `sharpness`, and classes."""
     logits = randn(inputs, classes, scale=2.0)
     noise = randn(members, inputs, classes, scale=0.5, seed=1)
     return Predictive((sharpness * (logits + noise)).to(dtype)), sample(logits)
@@ -25,6 +25,6 @@ def nll(p, y):
 
 
 def scaled(p, y, scaling, **options):
-    """The scaling alone, fitted to all of `y`, and the predictions that it gives."""
+    """Fit only the scaling; return it and the calibrated predictions."""
     calibration = fit_calibration(p, y, scaling=scaling, conformal=None, **options)
     return calibration.scaling, calibration(p)

@@ -1,4 +1,4 @@
-"""One call, every number: each is what its metric says of the predictions that one would make by hand."""
+"""Each score of `evaluate` equals its metric on predictions made by hand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_metrics(net, data):
     assert set(result.counts.values()) == {60}
 
 
-def test_calibration_errors_are_over_the_bins_that_are_asked_for(net):
+def test_bins_and_min_count_reach_the_calibration_errors(net):
     result, p = evaluate(net, LOADER, bins=4, min_count=9), net.predict(X)
     assert result["ece"] == pytest.approx(float(metrics.ece(p, Y, bins=4, min_count=9)))
     assert result["mce"] == pytest.approx(float(metrics.mce(p, Y, bins=4, min_count=9)))
@@ -66,25 +66,19 @@ def test_calibration_errors_are_over_the_bins_that_are_asked_for(net):
             evaluate(net, LOADER, **{name: 0})
 
 
-def test_who_watches_is_told_every_prediction_of_the_data_and_of_ood_data(net):
-    told: dict = {}
+def test_watch_receives_every_prediction_of_data_and_ood_data(net):
+    received: dict = {}
 
     def watch(name, p, target):
-        told.setdefault(name, []).append((p, target))
+        received.setdefault(name, []).append((p, target))
 
     evaluate(net, LOADER, ood={"other": OTHER}, shift="contrast", severities=[1], watch=watch)
-    assert list(told) == [None, "other"]
-    seen = mt.Predictive.concat([p for p, _ in told[None]])
+    assert list(received) == [None, "other"]
+    seen = mt.Predictive.concat([p for p, _ in received[None]])
     torch.testing.assert_close(seen.predictions, net.predict(X).predictions)
-    assert torch.equal(torch.cat([target for _, target in told[None]]), Y)
-    torch.testing.assert_close(told["other"][0][0].predictions, net.predict(OTHER).predictions)
-    assert told["other"][0][1] is None
-
-
-def test_a_plain_network_is_an_ensemble_of_one(net):
-    alone = evaluate(net.member(0), LOADER)
-    assert alone["accuracy"] == pytest.approx(float((net.member(0)(X).argmax(1) == Y).float().mean()))
-    assert alone["disagreement"] == 0 and alone["member_error"] == pytest.approx(1 - alone["accuracy"])
+    assert torch.equal(torch.cat([target for _, target in received[None]]), Y)
+    torch.testing.assert_close(received["other"][0][0].predictions, net.predict(OTHER).predictions)
+    assert received["other"][0][1] is None
 
 
 @pytest.mark.parametrize(("tasks", "names"), [("selective", ["aurc", "accuracy_at_90"]), (["scores"], ["accuracy"])])
@@ -93,7 +87,7 @@ def test_groups_of_scores_can_be_chosen(net, tasks, names):
     assert "ece" not in evaluate(net, LOADER, tasks=tasks)
 
 
-def test_corruptions_are_scored_as_if_made_by_hand(net):
+def test_corrupted_data_have_the_scores_of_corruptions_by_hand(net):
     result = evaluate(net, LOADER, shift=["fog", "gaussian_noise"], severities=[1, 5], preprocess=lambda x: 2 * x)
     for name, severity in (("fog", 1), ("gaussian_noise", 5)):
         seeds = [mixed(0, batch) % 2**63 for batch in range(4)]
@@ -109,19 +103,19 @@ def test_corruptions_are_scored_as_if_made_by_hand(net):
     assert result["nll"] == pytest.approx(float(metrics.nll(net.predict(2 * X), Y)))
 
 
-def test_corruptions_are_the_same_in_every_evaluation_unless_a_seed_says_otherwise(net):
+def test_corruptions_are_the_same_in_every_evaluation_with_the_same_seed(net):
     shift = {"shift": "gaussian_noise", "severities": [5]}
     first, second, other = (evaluate(net, LOADER, **shift, seed=seed) for seed in (None, None, 7))
     assert dict(first) == dict(second)
     assert first["shift/gaussian_noise/5/nll"] != other["shift/gaussian_noise/5/nll"]
 
 
-def test_true_means_all_fifteen_corruptions(net):
+def test_shift_true_runs_all_fifteen_corruptions(net):
     result = evaluate(net, (X[:4], Y[:4]), shift=True, severities=[3], tasks="scores")
     assert {name.split("/")[1] for name in result if name.startswith("shift/")} == {*mt.shift.CORRUPTIONS, "mean"}
 
 
-def test_errors_are_also_given_relative_to_a_baseline(net):
+def test_a_baseline_adds_relative_errors(net):
     shift = {"shift": ["gaussian_noise", "impulse_noise"], "severities": [2, 5], "preprocess": lambda x: x - 0.5}
     labelled = (X, net.predict(X - 0.5).label)  # so that noise has something to spoil
     baseline = evaluate(net.member(1), labelled, **shift)
@@ -146,8 +140,7 @@ def test_errors_are_also_given_relative_to_a_baseline(net):
     assert itself["shift/mean_corruption_error"] == itself["shift/relative_mean_corruption_error"] == pytest.approx(1)
 
 
-def test_relative_errors_need_no_group_of_scores_but_the_one_that_grows_from_the_clean_error(net):
-    """Corrupted data are always scored alike; the growth of the error is left out where a clean accuracy is missing."""
+def test_relative_errors_exist_for_every_group_of_scores(net):
     shift = {"shift": ["gaussian_noise"], "severities": [5]}
     whole, part = (evaluate(net.member(1), LOADER, tasks=tasks, **shift) for tasks in (None, "calibration"))
     relative = ["shift/mean_corruption_error", "shift/mcnll", "shift/mcece"]
@@ -159,16 +152,18 @@ def test_relative_errors_need_no_group_of_scores_but_the_one_that_grows_from_the
         assert "shift/relative_mean_corruption_error" not in result
 
 
-def test_values_have_no_corruption_errors_and_a_baseline_must_be_shifted_alike(net):
+def test_a_baseline_needs_the_same_corruptions_and_classes(net):
     values, shift = ensemble(1), {"shift": "contrast", "severities": [5]}
     result = evaluate(values, (X, torch.randn(60, 1)), task="regression", **shift)
     again = evaluate(values, (X, torch.randn(60, 1)), task="regression", baseline=result, **shift)
     assert again.keys() == result.keys()
-    with pytest.raises(ValueError, match="baseline must be of the same corruptions .* no 'shift/contrast/5/accuracy'"):
+    with pytest.raises(
+        ValueError, match="baseline must have the same corruptions .* lacks 'shift/contrast/5/accuracy'"
+    ):
         evaluate(net, LOADER, baseline=evaluate(net, LOADER, shift="fog", severities=[5]), **shift)
 
 
-def test_what_does_not_hurt_the_baseline_has_no_relative_error(net):
+def test_without_an_increase_of_the_baseline_error_the_relative_one_is_nan(net):
     bright = {"shift": "brightness", "severities": [1], "data": (X[:9], net.predict(X[:9]).label)}
     result = evaluate(net, **bright, preprocess=lambda x: 0 * x)
     again = evaluate(net, **bright, preprocess=lambda x: 0 * x, baseline=result)
@@ -180,7 +175,7 @@ def test_other_versions_of_the_data_are_scored_by_name(net):
     assert result["shift/dark/nll"] == pytest.approx(float(metrics.nll(net.predict(X / 4), Y)))
 
 
-def test_ood_data_are_told_apart_by_every_uncertainty(net):
+def test_every_uncertainty_detects_ood_data(net):
     result = evaluate(net, LOADER, ood={"dark": OTHER, "same": (X, Y)})
     table = detect(net.predict(X), net.predict(OTHER))
     for uncertainty, found in table.items():
@@ -192,14 +187,7 @@ def test_ood_data_are_told_apart_by_every_uncertainty(net):
     assert evaluate(net, LOADER, ood=OTHER)["ood/entropy/auroc"] == result["ood/dark/entropy/auroc"]
 
 
-def test_draws_and_their_seed_reach_the_network():
-    torch.manual_seed(0)
-    net = mt.mc_dropout(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 4)))
-    first, second, fewer = (evaluate(net, LOADER, draws=n, seed=1) for n in (5, 5, 2))
-    assert dict(first) == dict(second) and first["nll"] != fewer["nll"]
-
-
-def test_pixels_are_scored_too_but_for_those_to_ignore():
+def test_ignored_pixels_do_not_count():
     net = mt.deep_ensemble(nn.Conv2d(1, 3, 1), 2, seed=0)
     y = torch.randint(3, (60, 8, 8))
     y[0] = 255
@@ -210,7 +198,7 @@ def test_pixels_are_scored_too_but_for_those_to_ignore():
 
 
 @pytest.mark.parametrize("task", ["regression", "gaussian"])
-def test_values_are_scored_in_their_own_unit(task):
+def test_values_are_scored_in_the_unit_of_the_targets(task):
     net, y = ensemble(1 if task == "regression" else 2), torch.randn(60, 1)
     noise = {"noise_precision": 4.0 if task == "regression" else None, "scale": 3.0}
     result, p = evaluate(net, (X, y), task=task, **noise), net.predict(X, task)
@@ -238,7 +226,7 @@ def test_results_survive_saving(tmp_path):
         Evaluation.load(tmp_path / "other.json")
 
 
-def test_a_score_that_is_not_there_is_told_with_those_that_are_near():
+def test_a_missing_score_is_reported_with_similar_names():
     with pytest.raises(KeyError, match="there is no score 'nlll'; did you mean nll"):
         Evaluation({"nll": Score(0.5, 3), "ece": Score(0.1, 3)})["nlll"]
 
@@ -246,19 +234,19 @@ def test_a_score_that_is_not_there_is_told_with_those_that_are_near():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tasks": "score"}, "tasks must be of scores, calibration, selective, diversity, got 'score'"),
-        ({"shift": "frogs"}, "shift must be of gaussian_noise, .*, or data by name, got 'frogs'"),
+        ({"tasks": "score"}, "tasks must be one of scores, calibration, selective, diversity, got 'score'"),
+        ({"shift": "frogs"}, "shift must be corruptions .gaussian_noise, .* or {name: data}, got 'frogs'"),
         ({"shift": "fog", "severities": [6]}, "severities must be whole numbers from 1 to 5, got 6"),
         ({"shift": "fog", "data": (X * 9, Y)}, r"batch 0 of data: images must lie in \[0, 1\]"),
         ({"shift": "fog", "data": [{"input": X, "labels": Y}]}, "batch 0 of data: shift='fog' needs batches of images"),
-        ({"data": X}, r"data must have targets, batches of \(x, y\), to be scored; got inputs alone"),
+        ({"data": X}, r"data must have targets to compute scores: pass batches of \(x, y\), got only inputs"),
         ({"data": (X, Y + 9)}, "target must lie within 0 and 3, got 1"),
         ({"data": (X * math.nan, Y)}, "batch 0 of data: x holds .* NaN"),
         ({"baseline": {"nll": 1}}, "baseline must be an Evaluation, got"),
-        ({"baseline": Evaluation({})}, "baseline needs corruptions, shift=True or names of them, got shift=None"),
+        ({"baseline": Evaluation({})}, "baseline needs corruptions: pass shift=True or their names, got shift=None"),
         ({"seed": "a"}, "seed must be None or a whole number"),
     ],
 )
-def test_bad_arguments_are_named(net, options, sentence):
+def test_invalid_arguments_raise_an_error(net, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluate(net, options.pop("data", (X, Y)), **options)

@@ -162,9 +162,9 @@ def test_wrong_arguments_are_told() -> None:
         mt.tabm(tabular(3, 1), variant="maxi")
     with raises("model (Sequential) must have a hidden layer, which members are told apart by"):
         mt.tabm(nn.Sequential(nn.Linear(3, 1)))
-    with raises("layout must be of 3 features, the inputs, got one of 2"):
+    with raises("layout must have 3 features like inputs, got 2"):
         tabular(3, 1, layout=[[0.0, 1.0], 1])
-    with raises("layout: the edges of number 0 must be two or more that rise, got [1.0, 1.0]"):
+    with raises("layout must hold two or more increasing edges for number 0, got [1.0, 1.0]"):
         tabular(1, 1, layout=[[1.0, 1.0]])
     with raises("chunks must add up to 3, the first layer's inputs, got 4"):
         mt.batch_ensemble(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), random="first", chunks=[2, 2])

@@ -1,4 +1,4 @@
-"""Every declared metric with data for it, for what holds for all of them."""
+"""Cases of all declared metrics with data, for tests of their common properties."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +11,7 @@ from multitudes import metrics
 from multitudes.metrics.class_inputs import read_rows, read_without_target
 from multitudes.metrics.declare import METRICS
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.forecast_cases import heads
-from tests.metrics.metric_cases import classes, logits
+from tests.metrics.cases import classes, heads, logits
 
 S, N, C = 3, 40, 4
 P, Y = Predictive(logits(S, N, C)), classes(C, N)
@@ -23,7 +22,7 @@ OWN_SETTINGS = {"topk_accuracy": {"k": 2}}
 
 @dataclass
 class Case:
-    """A metric, and data for it that can be sliced."""
+    """Metric with data that can be sliced."""
 
     make: Any
     data: Any
@@ -31,7 +30,7 @@ class Case:
     declaration: Any = None
 
     def fed(self, *halves):
-        """The metric, after these halves of the data, or both."""
+        """Return the metric after these halves of the data, by default both."""
         metric = self.make()
         for half in halves or HALVES:
             self.feed(metric, half)
@@ -41,7 +40,7 @@ class Case:
         metric.update(*self.data(half))
 
     def result(self):
-        """What both halves give."""
+        """Return the result of both halves."""
         return self.fed().compute()
 
 
@@ -80,7 +79,7 @@ def table(cases):
 
 
 def numbers(result):
-    """All numbers of a result, whatever it is: a tensor, a tuple of them, a table, a curve."""
+    """Return all numbers of a tensor, tuple, table or curve."""
     if isinstance(result, torch.Tensor):
         return result.double().flatten().tolist()
     if isinstance(result, (int, float)):

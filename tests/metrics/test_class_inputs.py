@@ -1,4 +1,4 @@
-"""How predictions become rows: without targets, in parts, and calibrated."""
+"""Rows of predictions: without targets, indexed, and calibrated."""
 
 import numpy as np
 import pytest
@@ -9,19 +9,19 @@ from multitudes.evaluation.calibrate import Calibration
 from multitudes.evaluation.temperature import Temperature, Vector
 from multitudes.metrics.class_inputs import places, read_without_target
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.metric_cases import classes, logits, pixels
+from tests.metrics.cases import classes, logits, pixels
 from tests.zoo.predictions import raises
 
 WEIGHT, BIAS = torch.tensor([0.5, 1.5, 1.0, 0.2]), torch.tensor([0.3, -2.0, 1.0, 0.0])
 
 
 def calibrated(z):
-    """Predictions with a weight and a bias for each class, which change labels."""
+    """Calibrate with a weight and a bias for each class, which change labels."""
     return Calibration("classification", Vector(WEIGHT, BIAS), None)(Predictive(z))
 
 
 def text_calibrated(z):
-    """What they should be, in NumPy: logits `[S, B, C, ...]` -> probabilities `[B, C, ...]`."""
+    """Compute the same in NumPy: logits `[S, B, C, ...]` -> probabilities `[B, C, ...]`."""
     z = np.moveaxis(z.double().numpy(), 2, -1)
     p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
     scaled = np.exp(WEIGHT.numpy() * np.log(p.mean(0)) + BIAS.numpy())
@@ -40,7 +40,7 @@ OF_MEMBERS = {
 
 @pytest.mark.parametrize("shape", [(3, 40, 4), (1, 40, 4), (3, 2, 4, 3, 5)], ids=str)
 @pytest.mark.parametrize("function", OF_THE_MEAN.values(), ids=OF_THE_MEAN)
-def test_of_calibrated_predictions_the_calibrated_probabilities_are_measured(function, shape):
+def test_metrics_use_calibrated_probabilities(function, shape):
     z = logits(*shape)
     p, expected = calibrated(z), text_calibrated(z)
     y = expected.argmax(1)
@@ -52,13 +52,13 @@ def test_of_calibrated_predictions_the_calibrated_probabilities_are_measured(fun
 
 
 @pytest.mark.parametrize("function", OF_MEMBERS.values(), ids=OF_MEMBERS)
-def test_calibrating_the_mean_leaves_what_is_said_of_members(function):
+def test_metrics_of_members_ignore_a_calibration_of_the_mean(function):
     z, y = logits(3, 40, 4), classes(4, 40)
     one, other = function(calibrated(z), y), function(Predictive(z), y)
     torch.testing.assert_close(one, other)
 
 
-def test_rows_keep_the_calibration_in_whatever_way_they_are_read():
+def test_rows_keep_the_calibration():
     z, y = logits(3, 2, 4, 3, 5), classes(4, 2, 3, 5)
     p, (expected, _) = calibrated(z), pixels(text_calibrated(z), y)
     kept = y.flatten() != 2
@@ -83,35 +83,17 @@ def test_nll_of_calibrated_predictions_is_exact_where_probabilities_underflow():
     assert float(metrics.nll(p, torch.tensor([1]))) == pytest.approx(600)
 
 
-def test_streaming_metrics_take_calibrated_predictions_batch_by_batch():
-    z, y = logits(3, 40, 4), classes(4, 40)
-    metric = metrics.NLL()
-    for part in range(0, 40, 7):
-        metric.update(calibrated(z[:, part : part + 7]), y[part : part + 7])
-    assert float(metric.compute()) == pytest.approx(float(metrics.nll(text_calibrated(z), y)), rel=1e-5)
-
-
-def test_a_part_of_rows_is_a_part_of_all_they_hold():
-    z, y = logits(3, 9, 4), classes(4, 9)
-    for rows in (metrics.read_rows(Predictive(z), y), metrics.read_rows(z[0].softmax(1), y)):
-        for index in (slice(2, 5), torch.arange(9) % 2 == 0):
-            part = rows[index]
-            assert len(part) == len(y[index]) and torch.equal(part.target, y[index])
-            torch.testing.assert_close(part.probs, rows.probs[index])
-            torch.testing.assert_close(part.target_log_prob, rows.target_log_prob[index])
-
-
-def test_what_has_a_prediction_of_its_own():
+def test_places_are_inputs_and_pixels():
     assert places(Predictive(logits(3, 2, 4, 5, 6))) == places(logits(2, 4, 5, 6)) == (2, 5, 6)
     assert places(Predictive(logits(3, 2, 4))) == places(logits(2, 4)) == (2,)
     assert places(read_without_target(Predictive(logits(3, 2, 4, 5, 6)))) == (60,)
 
 
-def test_rows_without_targets_are_checked_like_others():
+def test_rows_without_targets_are_checked():
     p = logits(9, 4).softmax(1)
     assert torch.equal(read_without_target(p).probs, p)
     assert len(read_without_target(p, torch.full((9,), 2), ignore=2)) == 0
-    with raises("target must be given where ignore=2 leaves rows out, got None"):
+    with raises("target is needed to find the rows that ignore=2 leaves out, got None"):
         read_without_target(p, ignore=2)
     with raises("prediction must be a Predictive or a floating-point tensor of probabilities, got list"):
         read_without_target(p.tolist())

@@ -1,9 +1,10 @@
-"""The recipe for a metric, followed: one declaration gives the function, the class, and its place in every result."""
+"""A new metric: one declaration creates the function, the class, and its place in every result."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import textwrap
 
 import pytest
@@ -16,8 +17,7 @@ from multitudes.lab.report.board import Head
 from multitudes.lab.study.results.leaderboard import Row, Value, best, better, level_with_best
 from multitudes.lab.study.results.score_columns import column_of
 from multitudes.metrics.class_inputs import Rows
-from multitudes.metrics.declare import HIGHER, METRICS, NEITHER, RANKS, ZERO, Count, metric, offered
-from multitudes.metrics.streaming import mean_of, total_of
+from multitudes.metrics.declare import HIGHER, METRICS, NEITHER, RANKS, ZERO, Count, discover, mean_of, metric, total_of
 from tests.zoo.predictions import raises
 
 P, Y = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.25, 0.75]]), torch.tensor([0, 1, 1])
@@ -38,7 +38,7 @@ def _per_cent(sums: Tensor, digits: Count = 6) -> Tensor:
 
 
 def margin(rows: Rows, power: Count = 1) -> Tensor:
-    """How far the most probable class is ahead of the next, in per cent, mean over rows."""
+    """Difference between the two largest probabilities in per cent, mean over rows."""
     first, second = rows.probs.topk(2).values.T
     return total_of((first - second).double() ** power)
 
@@ -49,7 +49,7 @@ def declare(**arguments):
     )
 
 
-def test_the_function_reads_and_checks_what_other_functions_do():
+def test_the_function_reads_and_checks_its_input():
     function = declare()
     assert float(function(P, Y)) == pytest.approx(100 * (0.8 + 0.2 + 0.5) / 3)
     assert float(function(P, Y, power=2)) == float(function(P, Y, 2)) == pytest.approx(100 * (0.64 + 0.04 + 0.25) / 3)
@@ -61,7 +61,7 @@ def test_the_function_reads_and_checks_what_other_functions_do():
     shown = inspect.signature(function)
     assert list(shown.parameters) == ["prediction", "target", "power", "digits", "ignore"]
     assert shown.parameters["power"].default == 1 and shown.parameters["power"].annotation is int
-    assert shown.return_annotation is Tensor and function.__doc__ == margin.__doc__
+    assert shown.return_annotation is Tensor and "Args:\n    prediction: `Predictive`" in function.__doc__
 
 
 def test_the_class_streams_and_can_be_pickled():
@@ -72,14 +72,16 @@ def test_the_class_streams_and_can_be_pickled():
     streaming = pickle.loads(pickle.dumps(streaming))
     streaming.update(prediction=P[1:], target=Y[1:])
     assert streaming.compute() == function(P, Y, 2, ignore=0) and streaming.power == 2
-    assert streaming.higher_is_better is True and streaming.__doc__ == "`margin`, streaming."
+    assert streaming.higher_is_better is True and streaming.__doc__.startswith(
+        "Streaming version of `margin`.\n\nArgs:"
+    )
     with raises("digits must be a whole number, 1 or more, got 0"):
         Margin(digits=0)  # noqa: F821
     with pytest.raises(TypeError, match="too many positional arguments"):
         Margin(1, 2, None, 4)  # noqa: F821
 
 
-def test_evaluate_has_it_in_its_group_and_of_corrupted_images_by_the_name_of_its_score():
+def test_evaluate_includes_the_metric_under_its_score_name():
     function = declare(score="lead")
     net, images = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), torch.rand(40, 1, 8, 8)
     result = evaluate(net, (images, DATA[1]), shift="contrast", severities=[2], tasks="calibration")
@@ -92,7 +94,7 @@ def test_evaluate_has_it_in_its_group_and_of_corrupted_images_by_the_name_of_its
 @pytest.mark.parametrize(
     ("direction", "arrow", "first"), [(HIGHER, "\u00a0↑", "c"), (ZERO, "\u00a0→0", "b"), (NEITHER, "", None)]
 )
-def test_leaderboards_order_by_it_and_reports_point_where_it_says(direction, arrow, first):
+def test_leaderboards_and_reports_use_the_direction(direction, arrow, first):
     declare(better=direction)
     rows = [Row(name, name, (0,), {"margin": Value((value,))}) for name, value in (("a", -0.5), ("b", 0.1), ("c", 0.3))]
     assert better("margin") is better("shift/fog/3/margin") is direction
@@ -102,14 +104,13 @@ def test_leaderboards_order_by_it_and_reports_point_where_it_says(direction, arr
     assert Head.of(column_of("margin")).title == f"margin{arrow}"
 
 
-def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
+def test_metrics_of_a_new_module_are_discovered(tmp_path, monkeypatch):
     source = '''
         """Which class is probable."""
         from __future__ import annotations
         from torch import Tensor
-        from multitudes.metrics.declare import LOWER, metric
+        from multitudes.metrics.declare import LOWER, metric, total_of
         from multitudes.metrics.class_inputs import Rows
-        from multitudes.metrics.streaming import total_of
 
         __all__ = ["HALF"]
         HALF = 0.5
@@ -124,7 +125,7 @@ def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
     (folder / "__init__.py").touch()
     (folder / "unsure.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
-    names = offered("more_metrics", [str(folder)])
+    names = discover("more_metrics", [str(folder)])
     assert sorted(names) == ["HALF", "Unsure", "unsure"]
     probs = torch.tensor([[0.4, 0.3, 0.3], [0.8, 0.1, 0.1]])
     assert float(names["unsure"](probs, torch.tensor([0, 0]))) == 0.5
@@ -132,20 +133,23 @@ def test_a_new_module_is_all_that_it_takes(tmp_path, monkeypatch):
     assert better("unsure").quality(0.1) > better("unsure").quality(0.2)
 
 
-def test_a_name_is_declared_once_and_in_a_group_that_exists():
+def test_duplicate_names_and_unknown_groups_are_refused():
     def nll(rows: Rows) -> Tensor:
         return total_of(rows.correct)
 
-    with raises("nll must be declared once, got another in multitudes.metrics.scoring"):
+    with raises("metric 'nll' exists already in multitudes.metrics.scoring: choose another name"):
         metric("Other", better=HIGHER)(nll)
-    with raises("group must be None or one of scores, calibration, selective, diversity, got 'score'"):
+    with raises("group must be one of None, scores, calibration, selective, diversity, got 'score'"):
         declare(group="score")
 
 
-def test_every_metric_of_the_folder_is_offered_with_its_function_and_class():
+def test_every_metric_is_public():
     for declaration in METRICS.values():
         function, streaming = (getattr(mt.metrics, name) for name in (declaration.name, declaration.class_name))
         assert function.declaration is declaration and streaming.declaration is declaration
-        assert {declaration.name, declaration.class_name} <= set(mt.metrics.__all__) and function.__doc__
+        assert {declaration.name, declaration.class_name} <= set(mt.metrics.__all__)
+        for each in (function, streaming):
+            described = re.findall(r"^    (\w+):", each.__doc__, re.M)
+            assert described == [name for name in inspect.signature(each).parameters if name != "kwargs"], each
     with pytest.raises(AttributeError, match="module 'multitudes.metrics' has no attribute 'nlll'"):
         mt.metrics.nlll  # noqa: B018

@@ -6,14 +6,10 @@ import scipy.optimize
 import scipy.special
 import scipy.stats
 import torch
-import torchmetrics
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from multitudes import metrics
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.forecast_cases import SCORES, heads, members, points, randn
-from tests.metrics.metric_cases import changed, orders
+from tests.metrics.cases import SCORES, changed, heads, members, points, randn, text_observed
 
 POINTS = {name: score for name, score in SCORES.items() if name != "log density"}  # defined for points too
 
@@ -34,7 +30,7 @@ def score(request):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_scores_of_gaussian_heads_are_the_textbooks(score, case):
+def test_scores_of_gaussian_heads_equal_definitions(score, case):
     function, _, textbook = score
     p, y = case
     result = function(p, y)
@@ -71,25 +67,6 @@ def test_a_tensor_of_means_is_a_single_member(score):
 # Each score's own facts ------------------------------------------------------------------------------------
 
 
-def test_rmse_is_torchmetrics_of_the_mean():
-    p, y = heads(d=3)
-    theirs = torchmetrics.functional.mean_squared_error(p.mean, y, squared=False)
-    assert float(metrics.rmse(p, y)) == pytest.approx(float(theirs), rel=1e-6)
-
-
-def test_log_density_with_a_noise_precision_is_gal_and_ghahramanis_formula():
-    p, y = points()
-    noise_precision, s = 2.5, p.members
-    off = (y - p.predictions).double()
-    mixture = (
-        torch.logsumexp(-0.5 * noise_precision * off**2, 0)
-        - math.log(s)
-        - 0.5 * math.log(2 * math.pi)
-        + 0.5 * math.log(noise_precision)
-    )
-    assert float(metrics.log_density(p, y, noise_precision=noise_precision)) == pytest.approx(float(mixture.mean()))
-
-
 def test_log_density_is_exact_where_densities_underflow():
     p = Predictive(torch.tensor([[0.0], [1.0]]), "regression")
     expected = -0.5 * 99**2 - math.log(2) - 0.5 * math.log(2 * math.pi)
@@ -97,37 +74,10 @@ def test_log_density_is_exact_where_densities_underflow():
 
 
 def test_points_have_no_density():
-    with pytest.raises(ValueError, match="noise_precision must be given where members predict no variance"):
+    with pytest.raises(ValueError, match="noise_precision is needed if members predict no variance"):
         metrics.log_density(*points())
-    with pytest.raises(ValueError, match="noise_precision must be given where members predict no variance"):
+    with pytest.raises(ValueError, match="noise_precision is needed if members predict no variance"):
         metrics.LogDensity().update(*points())
-
-
-def test_crps_of_one_gaussian_is_gneitings_closed_form():
-    p, y = heads(s=1)
-    mu, var = members(p)
-    sigma, norm = np.sqrt(var[0]), scipy.stats.norm
-    z = (y.double().numpy()[:, 0] - mu[0]) / sigma
-    expected = sigma * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / math.sqrt(math.pi))
-    assert float(metrics.crps(p, y)) == pytest.approx(expected.mean(), rel=1e-9)
-
-
-def test_crps_of_points_is_the_energy_form():
-    p, y = points()
-    x, t = p.predictions.double().numpy(), y.double().numpy()
-    pairs = np.abs(x[:, None] - x[None]).mean((0, 1))
-    assert float(metrics.crps(p, y)) == pytest.approx((np.abs(x - t).mean(0) - pairs / 2).mean(), rel=1e-9)
-
-
-def test_crps_of_a_single_point_is_its_absolute_error():
-    p, y = points(s=1)
-    theirs = torchmetrics.functional.mean_absolute_error(p.mean, y)
-    assert float(metrics.crps(p, y)) == pytest.approx(float(theirs), rel=1e-6)
-
-
-def test_noise_that_vanishes_leaves_the_crps_of_points():
-    p, y = points()
-    assert float(metrics.crps(p, y, noise_precision=1e16)) == pytest.approx(float(metrics.crps(p, y)), abs=1e-7)
 
 
 def test_perfect_points():
@@ -139,7 +89,7 @@ def test_perfect_points():
 
 @pytest.mark.parametrize("of", [points, heads], ids=["points", "heads"])
 @pytest.mark.parametrize("level", [0.05, 0.5, 0.95, 0.999])
-def test_intervals_are_the_predictives_own(of, level):
+def test_intervals_equal_those_of_the_predictive(of, level):
     p, y = of()
     own = p.interval(level)
     assert metrics.interval_coverage(p, y, level) == metrics.interval_coverage(own, y)
@@ -147,7 +97,7 @@ def test_intervals_are_the_predictives_own(of, level):
     assert float(metrics.interval_width(p, y, level)) == pytest.approx(given, rel=1e-6)
 
 
-def test_given_intervals_hold_their_ends_and_may_be_infinite():
+def test_given_intervals_are_closed_and_may_be_infinite():
     low, high = torch.tensor([0.0, 0.0, 0.0, -math.inf]), torch.tensor([1.0, 1.0, 1.0, math.inf])
     y = torch.tensor([0.0, 1.0, 1.5, 7.0])
     assert metrics.interval_coverage((low, high), y) == 0.75
@@ -155,7 +105,7 @@ def test_given_intervals_hold_their_ends_and_may_be_infinite():
     assert metrics.interval_width((low[:3], high[:3]), y[:3]) == 1
 
 
-def test_standardised_targets_are_scored_in_their_own_unit():
+def test_scale_restores_the_unit_of_the_targets():
     p, y = heads(s=1, d=2)
     scale = 7.0
     mu, var = members(p)
@@ -174,7 +124,7 @@ def test_standardised_targets_are_scored_in_their_own_unit():
 
 
 @pytest.mark.parametrize("s, n, spread", [(2, 40, 1.0), (20, 200, 0.1), (20, 200, 3.0), (50, 3, 1.0)])
-def test_the_fitted_precision_is_scipys(s, n, spread):
+def test_the_fitted_precision_equals_scipys(s, n, spread):
     p, y = Predictive(spread * randn(s, n), "regression"), randn(n, seed=1, scale=0.7)
     means, truth = members(p)[0], y.double().numpy()
 
@@ -190,68 +140,39 @@ def test_the_fitted_precision_is_scipys(s, n, spread):
     assert math.log(noise_precision) == pytest.approx(best.x, abs=1e-5)
 
 
-def test_the_fitted_precision_of_one_member_is_that_of_its_errors():
+def test_the_fitted_precision_of_one_member_is_one_over_mse():
     means, y = randn(30, 2), randn(30, 2, seed=1)
     expected = 1 / (means.double() - y.double()).square().mean()
     assert metrics.fit_noise_precision(means, y) == pytest.approx(float(expected), rel=1e-9)
     assert metrics.fit_noise_precision(1e3 * means, 1e3 * y) == pytest.approx(float(expected) / 1e6, rel=1e-6)
 
 
-def test_the_precision_of_known_noise_is_found():
-    truth = randn(4000)
-    p = Predictive(truth + 0.05 * randn(10, 4000, seed=1), "regression")
-    noise_precision = metrics.fit_noise_precision(p, truth + 0.5 * randn(4000, seed=2))
-    assert noise_precision == pytest.approx(4, rel=0.1)
-
-
-def test_no_precision_fits_targets_that_are_hit_exactly_or_not_there():
+def test_fitting_needs_targets_that_differ_from_the_means():
     p = Predictive(torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "regression")
-    with pytest.raises(ValueError, match=r"target must hold a value that no member hits exactly.*values=2"):
+    with pytest.raises(ValueError, match=r"target must differ from all members.*values=2"):
         metrics.fit_noise_precision(p, torch.tensor([0.0, 3.0]))
-    with pytest.raises(ValueError, match=r"target must hold a value.*values=0"):
+    with pytest.raises(ValueError, match=r"target must differ.*values=0"):
         metrics.fit_noise_precision(p[:0], torch.zeros(0))
     assert metrics.fit_noise_precision(p, torch.tensor([0.0, 3.1])) > 0
-    with pytest.raises(ValueError, match="prediction must be means alone"):
+    with pytest.raises(ValueError, match="prediction must be means: "):
         metrics.fit_noise_precision(*heads())
 
 
 # Streaming -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 5))
-def test_the_order_of_samples_and_of_members_that_are_points_does_not_matter(seed, n, s):
-    order, samples = orders(s, n, seed)
-    p, y = points(s, n, seed)
-    shuffled = Predictive(p.predictions[order][:, samples], "regression")
-    assert float(metrics.crps(shuffled, y[samples])) == pytest.approx(float(metrics.crps(p, y)), rel=1e-9)
-    assert metrics.fit_noise_precision(shuffled, y[samples]) == pytest.approx(
-        metrics.fit_noise_precision(p, y), rel=1e-5
-    )
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(2, 5))
-def test_the_mixtures_proper_scores_are_never_worse_than_its_members_mean(seed, n, s):
-    p, y = heads(s, n, 1, seed)
-    alone = [Predictive(p.predictions[i : i + 1], "gaussian") for i in range(s)]
-    assert metrics.crps(p, y) >= 0
-    assert float(metrics.crps(p, y)) <= np.mean([float(metrics.crps(q, y)) for q in alone]) + 1e-9
-    assert float(metrics.log_density(p, y)) >= np.mean([float(metrics.log_density(q, y)) for q in alone]) - 1e-9
-
-
-def test_forecasts_are_read_once_for_several_metrics(score):
+def test_several_metrics_share_forecasts(score):
     p, y = points()
     forecasts = metrics.read_forecasts(p, y, noise_precision=3.0)
     metric = score[1]()
     metric.update(forecasts)
     expected = score[0](p, y) if score[0] is metrics.rmse else score[0](p, y, noise_precision=3.0)
     assert metric.compute() == score[0](forecasts) == expected
-    with pytest.raises(ValueError, match=r"must be left out where prediction is Forecasts\(members=5, values=23\)"):
+    with pytest.raises(ValueError, match=r"must be left out if prediction is Forecasts\(members=5, values=23\)"):
         metric.update(forecasts, y)
 
 
-def test_forecasts_that_were_read_have_their_noise():
+def test_shared_forecasts_refuse_reader_settings():
     forecasts = metrics.read_forecasts(*points())
     for options in ({"noise_precision": 2.0}, {"scale": 2.0}):
         with pytest.raises(ValueError, match="target, noise_precision and scale must be left out"):
@@ -267,26 +188,6 @@ def test_whole_numbers_may_be_targets():
 # Bad input -------------------------------------------------------------------------------------------------
 
 
-Y = randn(9, 2)
-BAD_MEANS = {
-    "nan": (changed(Y, math.nan, 4, 1), Y, r"prediction must hold finite values, got nan at index \[4, 1\]"),
-    "no target": (Y, None, r"target must be a tensor of real values \[9, 2\], got NoneType"),
-    "array": (Y.numpy(), Y, r"prediction must be a Predictive or a floating-point tensor of means, got float32"),
-    "whole": (Y.long(), Y, r"prediction must be a Predictive or a floating-point tensor .* got torch.int64"),
-    "number": (torch.tensor(1.0), torch.tensor(1.0), r"prediction must be means \[B\] or \[B, D, ...\], got a single"),
-}
-
-
-@pytest.mark.parametrize("p, y, message", BAD_MEANS.values(), ids=BAD_MEANS)
-def test_bad_means_are_named_with_their_first_index(score, p, y, message):
-    with pytest.raises(ValueError, match=message):
-        score[0](p, y)
-    metric = score[1]()
-    with pytest.raises(ValueError, match=message):
-        metric.update(p, y)
-    assert (metric.sums == 0).all()
-
-
 LOW, HIGH = torch.zeros(4), torch.ones(4)
 
 
@@ -295,16 +196,84 @@ LOW, HIGH = torch.zeros(4), torch.ones(4)
     [
         ((HIGH, LOW), LOW, r"low must be at most high, got 1 and 0 at index \[0\]"),
         ((changed(LOW, math.nan, 2), HIGH), LOW, r"low must be at most high, got nan and 1 at index \[2\]"),
-        ((LOW, HIGH[:3]), LOW, r"low and high must be .* alike, got \[4\] and \[3\]"),
-        ((LOW, HIGH), LOW[:3], r"target must have .* \[4\], got \[3\]"),
+        ((LOW, HIGH[:3]), LOW, r"low and high must have the same shape.* got \[4\] and \[3\]"),
         ((LOW, HIGH, HIGH), LOW, r"prediction must be a pair of tensors \(low, high\), got a tuple of"),
-        ((0.0, 1.0), LOW, r"prediction must be a pair of tensors .* \['float', 'float'\]"),
     ],
 )
-def test_bad_intervals(pair, y, message):
+def test_invalid_intervals_raise_an_error(pair, y, message):
     for name in ("coverage", "width"):
         function, metric, _ = SCORES[name]
         with pytest.raises(ValueError, match=message):
             function(pair, y)
         with pytest.raises(ValueError, match=message):
             metric().update(pair, y)
+
+
+# Calibration of quantiles ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [heads(), heads(s=1), heads(n=1), heads(d=2), points(), points(s=1)])
+@pytest.mark.parametrize("levels", [1, 9, 19])
+def test_quantile_calibration_equals_its_definition(case, levels):
+    p, y = case
+    found = metrics.quantile_calibration(p, y, levels)
+    expected = text_observed(*members(p), y.double().flatten().numpy(), levels)
+    grid = [j / (levels + 1) for j in range(1, levels + 1)]
+    assert found.levels.tolist() == pytest.approx(grid)
+    assert found.observed.tolist() == pytest.approx(expected)
+    assert found.count == y.numel()
+    assert float(found.error) == pytest.approx(np.abs(np.subtract(expected, grid)).mean())
+    assert float(found.squared_error) == pytest.approx((np.subtract(expected, grid) ** 2).mean())
+
+
+def sampled(factor=1.0, s=3, n=20_000):
+    """Targets drawn from mixtures, and predictions with `factor` times their deviations."""
+    means, raw = randn(s, n, seed=3), randn(s, n, seed=4)
+    variances = torch.nn.functional.softplus(raw) + 1e-6
+    member = torch.randint(s, (n,), generator=torch.Generator().manual_seed(5))
+    at = (member, torch.arange(n))
+    y = means[at] + variances[at].sqrt() * randn(n, seed=6)
+    scaled = factor**2 * variances - 1e-6
+    return Predictive(torch.stack([means, scaled + torch.log(-torch.expm1(-scaled))], 2), "gaussian"), y[:, None]
+
+
+def test_calibrated_forecasts_have_small_errors():
+    p, y = sampled()
+    found = metrics.quantile_calibration(p, y)
+    assert found.error < 0.01 and found.squared_error < 1e-4  # the deviation of a share of 20000 is at most 0.0035
+    assert (found.observed - found.levels).abs().max() < 0.015
+    one, truth = sampled(s=1)  # whose mixture is the Gaussian of the intervals
+    assert metrics.gaussian_ece(one, truth) < 0.01
+    for level in (0.5, 0.9, 0.95):
+        assert float(metrics.interval_coverage(one, truth, level)) == pytest.approx(level, abs=0.015)
+
+
+@pytest.mark.parametrize("factor, too_narrow", [(0.5, True), (2.0, False)])
+def test_miscalibrated_forecasts_have_large_errors(factor, too_narrow):
+    p, y = sampled(factor, s=1)
+    found = metrics.quantile_calibration(p, y)
+    assert found.error > 0.05 and metrics.gaussian_ece(p, y) > 0.1
+    low, high = found.levels < 0.45, found.levels > 0.55
+    above = found.observed > found.levels
+    assert bool((above[low] == too_narrow).all()) and bool((above[high] == (not too_narrow)).all())
+    assert (metrics.interval_coverage(p, y, 0.9) < 0.85) == too_narrow
+
+
+def test_the_cdf_of_points_includes_their_value():
+    p = Predictive(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), "regression")
+    assert [float(metrics.read_forecasts(p, torch.tensor([y])).cdf) for y in (0.9, 1, 2, 2.5, 4)] == [
+        0,
+        0.25,
+        0.5,
+        0.5,
+        1,
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_the_diagram_prints_as_a_table_and_is_nan_without_values():
+    metric = metrics.QuantileDiagram(levels=1)
+    assert metric.compute().observed.isnan().all() and metric.compute().count == 0
+    metric.update(torch.zeros(2), torch.tensor([-1.0, 1.0]))
+    assert repr(metric.compute()) == " level  observed\n0.5000    0.5000"
+    assert metric.compute().observed.shape == (1,)

@@ -14,19 +14,18 @@ from multitudes.metrics import (
     UNCERTAINTIES,
     AccuracyAtCoverage,
     RiskCoverageCurve,
-    accuracy,
     accuracy_at_coverage,
     aurc,
     risk_coverage,
 )
 from multitudes.metrics.selective import curve_of
 from multitudes.tasks.predictive import Predictive
-from tests.metrics import metric_cases
-from tests.metrics.metric_cases import binary, classes, streamed, with_twins
+from tests.metrics import cases
+from tests.metrics.cases import binary, classes, streamed, with_twins
 from tests.zoo.predictions import raises
 
-logits = partial(metric_cases.logits, dtype=torch.float64)
-random_case = partial(metric_cases.random_case, dtype=torch.float64)
+logits = partial(cases.logits, dtype=torch.float64)
+random_case = partial(cases.random_case, dtype=torch.float64)
 
 
 # Textbook computations -------------------------------------------------------------------------------------
@@ -78,7 +77,7 @@ def case(request):
 # The curve -------------------------------------------------------------------------------------------------
 
 
-def test_curve_and_area_are_the_textbooks(case):
+def test_curve_and_area_equal_loops_over_rows(case):
     n, expected = len(case[1]), text_risks(*read(*case))
     curve = risk_coverage(*case)
     assert curve.coverage.tolist() == [k / n for k in range(1, n + 1)]
@@ -95,32 +94,13 @@ def test_curve_and_area_are_the_textbooks(case):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
-def test_the_risk_of_tied_rows_is_that_of_a_random_order_in_expectation(rows):
+def test_the_risk_of_ties_is_the_mean_over_random_orders(rows):
     uncertainty, wrong = zip(*rows, strict=True)
     curve = curve_of(torch.tensor(rows, dtype=torch.float32))
     np.testing.assert_allclose(curve.risk, random_order_risks(uncertainty, wrong), rtol=1e-12, atol=1e-15)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=40), st.randoms())
-def test_the_order_of_samples_does_not_matter_at_all(rows, random):
-    mixed = random.sample(rows, len(rows))
-    one, other = (curve_of(torch.tensor(pairs, dtype=torch.float32)) for pairs in (rows, mixed))
-    assert one.risk.tolist() == other.risk.tolist()
-
-
-def test_at_full_coverage_there_is_plain_accuracy(case):
-    assert float(accuracy_at_coverage(*case, coverage=1.0)) == pytest.approx(float(accuracy(*case)), rel=1e-15)
-    assert float(risk_coverage(*case).risk[-1]) == pytest.approx(1 - float(accuracy(*case)), abs=1e-15)
-
-
-def test_uncertainty_that_says_nothing_has_the_error_rate_as_area():
-    p, y = CASES["all the same"]
-    assert float(aurc(p, y)) == pytest.approx(0.25)
-    assert risk_coverage(p, y).risk.tolist() == pytest.approx([0.25] * 8)
-
-
-def test_90_percent_of_10_rows_are_9_of_them():
+def test_coverage_counts_rows_without_rounding_errors():
     for n in range(1, 120):
         curve = curve_of(torch.tensor([[float(i), i % 2] for i in range(n)]))
         for percent in range(1, 101):
@@ -134,7 +114,7 @@ def test_90_percent_of_10_rows_are_9_of_them():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
-def test_excess_aurc_is_what_is_above_the_best_of_all_orders(rows):
+def test_excess_aurc_is_the_difference_from_the_best_order(rows):
     wrong = [error for _, error in rows]
     areas = [np.mean([sum(order[:k]) / k for k in range(1, len(order) + 1)]) for order in itertools.permutations(wrong)]
     curve = curve_of(torch.tensor(rows, dtype=torch.float32))
@@ -142,14 +122,7 @@ def test_excess_aurc_is_what_is_above_the_best_of_all_orders(rows):
     assert curve.excess_aurc >= 0
 
 
-def test_uncertainty_that_puts_all_errors_last_has_no_excess():
-    for n in range(1, 30):
-        for errors in range(n + 1):
-            pairs = torch.stack([torch.arange(n), torch.arange(n) >= n - errors], 1).double()
-            assert 0 <= float(curve_of(pairs).excess_aurc) < 1e-15
-
-
-def test_coverage_at_a_risk_is_the_largest_share_that_keeps_it():
+def test_coverage_at_a_risk_is_the_largest_possible():
     curve = curve_of(torch.tensor([[0.0, 0], [1, 1], [2, 0], [3, 0], [4, 0], [5, 1]]))
     np.testing.assert_allclose(curve.risk, [0, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 3])
     for risk, rows in ((0, 1), (0.19, 1), (0.2, 5), (0.25, 5), (1 / 3, 6), (1, 6)):
@@ -164,7 +137,7 @@ def test_coverage_at_a_risk_is_the_largest_share_that_keeps_it():
 
 
 @pytest.mark.parametrize("uncertainty", UNCERTAINTIES)
-def test_any_uncertainty_says_what_comes_first(uncertainty):
+def test_every_uncertainty_can_order_the_rows(uncertainty):
     p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
     expected = text_risks(UNCERTAINTIES[uncertainty](p).tolist(), (p.probs.argmax(1) != y).int().tolist())
     np.testing.assert_allclose(risk_coverage(p, y, uncertainty).risk, [float(r) for r in expected], rtol=1e-12)
@@ -173,16 +146,9 @@ def test_any_uncertainty_says_what_comes_first(uncertainty):
     assert at == pytest.approx(1 - float(expected[15]))  # 16 of 31 are more than half
 
 
-@pytest.mark.parametrize("uncertainty", ["mutual_information", "variance", "disagreement"])
-def test_a_single_network_cannot_disagree_so_every_order_is_as_good(uncertainty):
-    p, y = Predictive(logits(1, 31, 4)), classes(4, 31)
-    error = 1 - float(accuracy(p, y))
-    assert 0 < error < 1 and risk_coverage(p, y, uncertainty).risk.tolist() == pytest.approx([error] * 31)
-
-
-def test_what_looks_at_members_needs_a_predictive():
+def test_uncertainties_of_members_need_a_predictive():
     for ask in (lambda *case: aurc(*case, "energy"), AURC("energy").update):
-        with raises("prediction must be a Predictive, since energy looks at each member, got only probabilities"):
+        with raises("energy needs the members' predictions: pass a Predictive, got only probabilities"):
             ask(*random_case())
 
 
@@ -191,7 +157,7 @@ def test_what_looks_at_members_needs_a_predictive():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 60))
-def test_batches_of_any_size_with_ties_across_them_give_what_one_batch_gives(seed, n, batch):
+def test_ties_across_batches_are_handled(seed, n, batch):
     p, y = random_case(n, seed=seed)
     p = with_twins(p)
     assert torch.equal(streamed(RiskCoverageCurve(), batch, p, y).risk, risk_coverage(p, y).risk)
@@ -200,7 +166,7 @@ def test_batches_of_any_size_with_ties_across_them_give_what_one_batch_gives(see
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_a_curve_of_one_point_stays_one_and_of_none_there_is_no_answer():
+def test_curves_of_one_and_no_row():
     p, y = random_case(n=1)
     assert RiskCoverageCurve()(p, y).risk.shape == (1,)
     for curve in (RiskCoverageCurve().compute(), risk_coverage(p[:0], y[:0]), risk_coverage(p, y, ignore=int(y))):
@@ -210,22 +176,11 @@ def test_a_curve_of_one_point_stays_one_and_of_none_there_is_no_answer():
         assert repr(curve) == "RiskCoverage(rows=0, aurc=nan)"
 
 
-def test_metrics_stream_with_their_options():
-    p, y = Predictive(logits(5, 31, 4)), classes(4, 31)
-    for metric, expected in (
-        (AURC("energy", ignore=2), aurc(p, y, "energy", ignore=2)),
-        (AccuracyAtCoverage(0.3, "entropy"), accuracy_at_coverage(p, y, 0.3, "entropy")),
-        (RiskCoverageCurve("variance"), risk_coverage(p, y, "variance")),
-    ):
-        result = streamed(metric, 8, p, y)
-        assert torch.equal(*(getattr(found, "risk", found) for found in (result, expected)))
-
-
 # Bad input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, "0.9", None, math.nan])
-def test_bad_coverages_and_risks(value):
+def test_invalid_coverages_and_risks_raise_an_error(value):
     curve = risk_coverage(*random_case())
     with raises(f"coverage must be above 0 and at most 1, got {value!r}"):
         curve.accuracy_at(value)

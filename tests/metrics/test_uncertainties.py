@@ -4,18 +4,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from multitudes import metrics
 from multitudes.metrics import UNCERTAINTIES, uncertainties
 from multitudes.metrics.uncertainties import OF_PROBABILITIES
 from multitudes.tasks.predictive import Predictive
-from tests.metrics import metric_cases
-from tests.metrics.metric_cases import changed
+from tests.metrics import cases
 from tests.zoo.predictions import raises
 
-logits = partial(metric_cases.logits, dtype=torch.float64)
+logits = partial(cases.logits, dtype=torch.float64)
 
 # Textbook computations -------------------------------------------------------------------------------------
 
@@ -46,7 +43,7 @@ def text_uncertainties(z):
 
 @pytest.mark.parametrize("s", [1, 2, 5])
 @pytest.mark.parametrize("c", [2, 7])
-def test_uncertainties_are_the_textbooks(s, c):
+def test_uncertainties_equal_loops_over_members(s, c):
     z = logits(s, 23, c)
     expected = [text_uncertainties(z[:, i].numpy()) for i in range(23)]
     assert list(UNCERTAINTIES) == list(expected[0])
@@ -67,7 +64,7 @@ def test_each_pixel_of_a_dense_prediction_has_a_score():
         torch.testing.assert_close(UNCERTAINTIES[name](p), UNCERTAINTIES[name](Predictive(z[:1])))
 
 
-def test_uncertainties_are_the_same_for_probabilities_as_for_the_predictive_they_are_of():
+def test_probabilities_have_the_uncertainties_of_their_predictive():
     p = Predictive(logits(4, 60, 5))
     for name in OF_PROBABILITIES:
         torch.testing.assert_close(UNCERTAINTIES[name](p.probs), UNCERTAINTIES[name](p))
@@ -76,9 +73,9 @@ def test_uncertainties_are_the_same_for_probabilities_as_for_the_predictive_they
 
 
 @pytest.mark.parametrize("name", sorted(set(UNCERTAINTIES) - set(OF_PROBABILITIES)))
-def test_what_looks_at_members_or_logits_needs_a_predictive(name):
+def test_other_uncertainties_need_a_predictive(name):
     p = Predictive(logits(4, 60, 5)).probs
-    sentence = f"prediction must be a Predictive, since {name} looks at each member, got only probabilities"
+    sentence = f"{name} needs the members' predictions: pass a Predictive, got only probabilities"
     with raises(sentence):
         UNCERTAINTIES[name](p)
     with raises(sentence):
@@ -87,33 +84,6 @@ def test_what_looks_at_members_or_logits_needs_a_predictive(name):
         metrics.OODDetection(uncertainties=[name]).update(p, outside=True)
 
 
-def test_logits_of_half_precision_are_added_up_in_float32():
+def test_half_precision_logits_are_summed_in_float32():
     z = torch.full((1, 1, 70_000), 5.0, dtype=torch.float16)  # the sum of exponentials is beyond half precision
     assert float(uncertainties.energy(Predictive(z))) == pytest.approx(-5 - math.log(70_000), rel=1e-6)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(2, 9), st.integers(1, 5), st.sampled_from([0.1, 2, 40]))
-def test_mutual_information_lies_between_0_and_the_entropy(seed, n, c, s, scale):
-    p = Predictive(logits(s, n, c, seed=seed, scale=scale))
-    gap, whole = uncertainties.mutual_information(p), uncertainties.entropy(p)
-    assert (gap >= 0).all() and (gap <= whole + 1e-12).all() and (whole <= math.log(c) + 1e-12).all()
-    torch.testing.assert_close(gap, whole - uncertainties.expected_entropy(p), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("c", [2, 3, 8, 17, 100])
-def test_the_mutual_information_of_a_single_network_is_exactly_0(c, dtype):
-    for n in (1, 7, 33, 64):
-        assert not uncertainties.mutual_information(Predictive(logits(1, n, c, seed=n).to(dtype))).any()
-
-
-@pytest.mark.parametrize("uncertainty", UNCERTAINTIES.values(), ids=UNCERTAINTIES)
-def test_bad_predictions_are_named_with_their_first_index(uncertainty):
-    bad = changed(logits(60, 5).softmax(1), math.nan, 3, 1)
-    with raises("prediction must hold probabilities within 0 and 1, got nan at index [3, 1]"):
-        uncertainty(bad)
-    with raises(
-        "prediction must be of task classification, tokens, binary or multilabel, got a Predictive of task regression"
-    ):
-        uncertainty(Predictive(torch.randn(3, 4), "regression"))

@@ -1,4 +1,4 @@
-"""What holds for every architecture: published sizes, shapes, initialisation, copies, and multitudes made of it."""
+"""Properties of every architecture: published sizes, shapes, initialisation, copies, and multitudes of it."""
 
 import copy
 import pickle
@@ -28,7 +28,6 @@ from multitudes.models import (
     preact_resnet50,
     pyramidnet110,
     resnet18,
-    resnet20,
     resnet34,
     resnet50,
     resnet101,
@@ -78,7 +77,7 @@ every_network = pytest.mark.parametrize(("build", "shape"), TINY.values(), ids=T
 
 
 def on_meta(build: Callable[..., nn.Module], **arguments: Any) -> nn.Module:
-    """The network without its numbers, for tests that look at shapes alone."""
+    """Build a network without memory, for tests of shapes."""
     with torch.device("meta"):
         return build(**arguments)
 
@@ -150,7 +149,7 @@ def test_gradients_reach_every_parameter(build: Build, shape: tuple[int, ...]) -
 
 
 @every_network
-def test_reset_parameters_builds_the_network_anew(build: Build, shape: tuple[int, ...]) -> None:
+def test_reset_parameters_draws_new_weights(build: Build, shape: tuple[int, ...]) -> None:
     net = build()
     net(torch.randn(8, *shape))  # moves the running statistics
     with torch.no_grad():
@@ -167,7 +166,7 @@ def test_reset_parameters_builds_the_network_anew(build: Build, shape: tuple[int
 
 
 @every_network
-def test_nothing_but_dropout_and_norms_depends_on_the_mode(build: Build, shape: tuple[int, ...]) -> None:
+def test_only_dropout_and_norms_depend_on_the_mode(build: Build, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     net = build()
     for layer in net.modules():
@@ -177,53 +176,28 @@ def test_nothing_but_dropout_and_norms_depends_on_the_mode(build: Build, shape: 
     assert torch.equal(net.train()(x), net.eval()(x))
 
 
-def test_one_seed_gives_one_network() -> None:
-    def weights(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return nn.utils.parameters_to_vector(TINY["basic-small"][0]().parameters())
-
-    assert torch.equal(weights(0), weights(0))
-    assert not torch.equal(weights(0), weights(1))
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: resnet18(stem="big"), r"^stem must be .* got 'big'"),
         (lambda: resnet18(classes=0), r"^classes must be .* got 0"),
-        (lambda: resnet50(channels=0), r"^channels must be .* got 0"),
         (lambda: ResNet(BasicBlock, ()), r"^depths must be .* got \(\)"),
         (lambda: ResNet(BasicBlock, (2, 2, 0, 2)), r"^depths must be .* got \(2, 2, 0, 2\)"),
-        (lambda: ResNet(BasicBlock, (1, 1, 1, 1), width=0), r"^width must be .* got 0"),
         (lambda: wide_resnet(depth=27, width=10), r"^depth must be .* got 27"),
-        (lambda: wide_resnet(depth=4, width=10), r"^depth must be .* got 4"),
-        (lambda: wide_resnet(depth=28, width=0), r"^width must be .* got 0"),
-        (lambda: wide_resnet28_10(classes=-1), r"^classes must be .* got -1"),
-        (lambda: wide_resnet28_10(channels=0), r"^channels must be .* got 0"),
         (lambda: resnet18(classes=2.5), r"^classes must be a whole number.* got 2.5"),
-        (lambda: ResNet(Bottleneck, (1, 1, 1, 1), groups=0), r"^groups must be .* got 0"),
-        (lambda: ResNet(Bottleneck, (1, 1, 1, 1), width_per_group=0), r"^width_per_group must be .* got 0"),
         (lambda: ResNet(Bottleneck, (1, 1, 1, 1), width=4, width_per_group=4), r"^width_per_group must be .* got 4"),
         (lambda: ResNet(BasicBlock, (1, 1, 1, 1), groups=2), r"^groups .* need Bottleneck blocks, got 2 and 64"),
-        (lambda: preact_resnet18(stem="big"), r"^stem must be .* got 'big'"),
         (lambda: preact_resnet50(classes=0), r"^classes must be .* got 0"),
-        (lambda: PreactResNet(PreactivationBlock, (1, 0)), r"^depths must be .* got \(1, 0\)"),
         (lambda: CifarResNet(18), r"^depth must be .* got 18"),
-        (lambda: resnet20(channels=0), r"^channels must be .* got 0"),
         (lambda: PyramidNet(112, 48), r"^depth must be .* got 112"),
         (lambda: pyramidnet110(widening=-1), r"^widening must be .* got -1"),
-        (lambda: pyramidnet110(classes=0), r"^classes must be .* got 0"),
         (lambda: VGG((1, 1, 1, 1)), r"^depths must be five .* got \(1, 1, 1, 1\)"),
-        (lambda: VGG((1, 1, 0, 1, 1)), r"^depths must be five .* got \(1, 1, 0, 1, 1\)"),
-        (lambda: vgg16(classes=0), r"^classes must be .* got 0"),
         (lambda: vgg_like(channels=0), r"^channels must be .* got 0"),
         (lambda: lenet5(size=15), r"^size must be 16 or more.* got 15"),
         (lambda: lenet5(classes=True), r"^classes must be .* got True"),
         (lambda: CNN(()), r"^widths must be .* got \(\)"),
         (lambda: small_cnn(dropout=1.0), r"^dropout must be .* got 1.0"),
-        (lambda: medium_cnn(size=0), r"^size must be .* got 0"),
         (lambda: unet(classes=0), r"^classes must be .* got 0"),
-        (lambda: unet(classes=2, width=0), r"^width must be .* got 0"),
         (lambda: unet(classes=2, dropout=-0.1), r"^dropout must be .* got -0.1"),
         (lambda: vit(size=30), r"^size must be a multiple of patch, got size=30 and patch=4"),
         (lambda: vit(width=100, heads=3), r"^width must be a multiple of heads, got width=100 and heads=3"),
@@ -237,16 +211,16 @@ def test_one_seed_gives_one_network() -> None:
         (lambda: mlp(1, 1, dropout=float("nan")), r"^dropout must be .* got nan"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(build: Build, message: str) -> None:
+def test_invalid_arguments_raise_an_error(build: Build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
 
 
-# -- what is made of them ----------------------------------------------------------------------------------
+# -- copies and multitudes ----------------------------------------------------------------------------------
 
 
-def seen_some_data(build: Build, shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
-    """A network whose statistics are not those of a new one, and a batch."""
+def with_statistics(build: Build, shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
+    """Return a network with statistics of some data, and a batch."""
     torch.manual_seed(0)
     model = build()
     model(torch.randn(8, *shape) * 2 + 0.5)
@@ -255,7 +229,7 @@ def seen_some_data(build: Build, shape: tuple[int, ...]) -> tuple[nn.Module, Ten
 
 @every_network
 def test_copies_and_stored_networks_are_equal(build: Build, shape: tuple[int, ...]) -> None:
-    model, x = seen_some_data(build, shape)
+    model, x = with_statistics(build, shape)
     loaded = build().eval()
     loaded.load_state_dict(model.state_dict())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
@@ -266,11 +240,11 @@ def test_copies_and_stored_networks_are_equal(build: Build, shape: tuple[int, ..
     assert model.double()(x.double()).dtype == torch.float64
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @every_network
 @pytest.mark.parametrize("method", ["batch_ensemble", "packed", pytest.param("deep_ensemble", marks=pytest.mark.slow)])
-def test_ensembles_of_every_architecture_are_right(method: str, build: Build, shape: tuple[int, ...]) -> None:
-    model, x = seen_some_data(build, shape)
+def test_ensembles_of_every_architecture_work(method: str, build: Build, shape: tuple[int, ...]) -> None:
+    model, x = with_statistics(build, shape)
     if method == "packed":
         if isinstance(model, PyramidNet):
             with pytest.raises(ValueError, match=r"PyramidNet\) cannot be narrowed, since its forward fixes a hidden"):
@@ -296,7 +270,7 @@ OF_HUGGING_FACE = {
 }  # fmt: skip
 
 
-def test_a_vision_transformer_is_that_of_hugging_face() -> None:
+def test_a_vision_transformer_equals_that_of_hugging_face() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5, layer_norm_eps=1e-5)

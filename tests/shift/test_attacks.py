@@ -1,4 +1,4 @@
-"""Attacks on the predictive mean: closed forms, balls and bounds, and what they do to a digits classifier."""
+"""Attacks on the predictive mean: closed forms, balls and bounds, and effects on a digits classifier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Split = tuple[Data, Data]
 
 @pytest.fixture(scope="module")
 def digits() -> Split:
-    """Images in [0, 1] and labels: 1,500 to learn from, and the other 297."""
+    """Images in [0, 1] and labels: 1,500 for training, 297 for testing."""
     data = load_digits()
     x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
     return (x[:1500], y[:1500]), (x[1500:], y[1500:])
@@ -90,13 +90,7 @@ def test_l2_pgd_on_a_logistic_model_goes_along_its_weights_to_the_edge_of_the_ba
     torch.testing.assert_close(attack.images, x - 0.2 * w / w.norm(), atol=1e-6, rtol=0)
 
 
-def test_linf_pgd_on_a_logistic_model_ends_where_fgsm_does() -> None:
-    net, _, x = logistic()
-    y = torch.zeros(5, dtype=torch.int64)
-    torch.testing.assert_close(pgd(net, x, y, 0.1, seed=3).images, fgsm(net, x, y, 0.1).images)
-
-
-def test_iterative_fast_sign_has_no_ball_but_the_bounds() -> None:
+def test_iterative_fast_sign_is_limited_only_by_the_bounds() -> None:
     net, w, x = logistic()
     y = torch.ones(5, dtype=torch.int64)
     for steps, bounds in [(3, (0, 1)), (20, (0, 1)), (20, None)]:
@@ -115,7 +109,7 @@ def test_one_step_of_l2_pgd_goes_along_the_gradient(ensemble: mt.Multitude, digi
     torch.testing.assert_close((attack.images - x).flatten(1), expected)
 
 
-def test_fgsm_follows_the_mean_of_probabilities_not_that_of_logits_or_losses(digits: Split) -> None:
+def test_fgsm_attacks_the_mean_of_probabilities(digits: Split) -> None:
     torch.manual_seed(0)
     net = mt.deep_ensemble(perceptron(), members=4).double().eval()
     for parameter in net.parameters():
@@ -142,7 +136,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_draws_of_the_seed(dropout: mt
     assert torch.equal(moved.sign(), gradient.sign())
 
 
-def test_gradients_survive_probabilities_that_round_to_one() -> None:
+def test_gradients_are_exact_for_probabilities_that_round_to_one() -> None:
     net, w, x = logistic()
     net.bias.data.copy_(torch.tensor([60.0, 0.0]))
     y = torch.zeros(5, dtype=torch.int64)
@@ -164,7 +158,7 @@ STEPS: dict[str, Callable[..., Attack]] = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("epsilon", [8 / 255, 0.1, 0.3, 1 / 3, 0.7, 1e-3, 1e-9, 0.0])
+@pytest.mark.parametrize("epsilon", [8 / 255, 1 / 3, 1e-9, 0.0])
 def test_no_pixel_moves_further_than_epsilon(name: str, dtype: torch.dtype, epsilon: float) -> None:
     torch.manual_seed(0)
     net = perceptron().to(dtype)
@@ -181,7 +175,7 @@ def test_no_pixel_moves_further_than_epsilon(name: str, dtype: torch.dtype, epsi
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("epsilon", [0.05, 0.5, 1 / 3, 3.0, 1e-3, 1e-9, 0.0])
+@pytest.mark.parametrize("epsilon", [0.05, 3.0, 1e-9, 0.0])
 def test_no_image_leaves_the_l2_ball(dtype: torch.dtype, epsilon: float) -> None:
     torch.manual_seed(0)
     net = perceptron().to(dtype)
@@ -197,7 +191,7 @@ def test_no_image_leaves_the_l2_ball(dtype: torch.dtype, epsilon: float) -> None
             assert distance.min().item() > 0.99 * epsilon
 
 
-def test_pixels_so_large_that_epsilon_is_lost_in_rounding_stay() -> None:
+def test_large_pixels_do_not_leave_the_ball_by_rounding() -> None:
     net = nn.Linear(6, 2)
     x = torch.tensor([[1e8, -1e8, 1.1e8, -1.9e8, 0.0, 1e-40]])
     for attack in (fgsm, pgd):
@@ -244,7 +238,7 @@ def test_targeted_attacks_reach_their_class(ensemble: mt.Multitude, digits: Spli
 
 
 @pytest.mark.parametrize("random_start", [False, True])
-def test_the_record_is_what_the_network_says(ensemble: mt.Multitude, digits: Split, random_start: bool) -> None:
+def test_the_record_equals_the_predictions(ensemble: mt.Multitude, digits: Split, random_start: bool) -> None:
     x, y = digits[1]
     step = {"step_size": 0.02, "random_start": random_start, "seed": 0}
     attack = pgd(ensemble, x, y, 0.1, 4, **step)
@@ -259,15 +253,15 @@ def test_the_record_is_what_the_network_says(ensemble: mt.Multitude, digits: Spl
         assert attack.entropy[k].item() == pytest.approx(torch.special.entr(probs).sum(1).mean().item(), rel=1e-5)
 
 
-def test_targeted_success_counts_inputs_that_were_not_yet_there() -> None:
+def test_targeted_success_counts_only_inputs_of_other_classes() -> None:
     predicted = torch.tensor([[0, 1, 2, 2], [2, 1, 2, 1]])
     attack = Attack(torch.zeros(4, 1), predicted, torch.zeros(2, 4), torch.tensor([2, 2, 2, 0]), True, None)
     torch.testing.assert_close(attack.success_rate, torch.tensor([0.0, 1 / 3]))
-    with pytest.raises(ValueError, match="accuracy needs the true classes: give the targeted attack labels="):
+    with pytest.raises(ValueError, match="accuracy needs the true classes: pass labels="):
         _ = attack.accuracy
 
 
-def test_batches_join_to_what_one_batch_gives(ensemble: mt.Multitude, digits: Split) -> None:
+def test_joined_batches_equal_one_batch(ensemble: mt.Multitude, digits: Split) -> None:
     x, y = digits[1][0].double(), digits[1][1]
     net = copy.deepcopy(ensemble).double()  # batches of another size round otherwise, which no sign may depend on
     whole = fgsm(net, x, y, 0.1)
@@ -275,7 +269,7 @@ def test_batches_join_to_what_one_batch_gives(ensemble: mt.Multitude, digits: Sp
     assert torch.equal(joined.images, whole.images)
     for name in ("accuracy", "success_rate", "entropy"):
         torch.testing.assert_close(getattr(joined, name), getattr(whole, name))
-    with pytest.raises(ValueError, match="parts must be alike in targeted"):
+    with pytest.raises(ValueError, match="parts must have the same .targeted"):
         Attack.concat([whole, fgsm(net, x, y, 0.1, targeted=True)])
     with pytest.raises(ValueError, match="parts must hold at least one Attack"):
         Attack.concat([])
@@ -295,7 +289,7 @@ def test_a_seed_repeats_attacks_on_a_network_that_draws(dropout: mt.Multitude, d
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_network_and_input_are_left_as_they_were(digits: Split) -> None:
+def test_network_and_input_do_not_change(digits: Split) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(144, 10))
     for net in (mt.mc_dropout(model), mt.deep_ensemble(model, members=2), model):
@@ -319,7 +313,7 @@ def test_network_and_input_are_left_as_they_were(digits: Split) -> None:
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_attacks_work_where_gradients_are_off(without: Any, digits: Split, ensemble: mt.Multitude) -> None:
+def test_attacks_work_with_gradients_disabled(without: Any, digits: Split, ensemble: mt.Multitude) -> None:
     x, y = digits[1][0][:9], digits[1][1][:9]
     for attack in (fgsm, iterative_fast_sign):
         expected = attack(ensemble, x, y, 0.1).images
@@ -327,7 +321,7 @@ def test_attacks_work_where_gradients_are_off(without: Any, digits: Split, ensem
             assert torch.equal(attack(ensemble, x.clone(), y, 0.1).images, expected)
 
 
-def test_the_mode_comes_back_also_after_an_error() -> None:
+def test_the_mode_is_restored_after_an_error() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).train()
     with pytest.raises(ValueError, match="y must hold classes 0 to 2, got 3 at 1"):
         fgsm(net, torch.rand(2, 4), torch.tensor([0, 3]), 0.1)
@@ -337,7 +331,7 @@ def test_the_mode_comes_back_also_after_an_error() -> None:
 # -- wrong arguments -----------------------------------------------------------------------------------------
 
 
-class Learning(nn.Linear):
+class NotDifferentiable(nn.Linear):
     """Differentiable, but not in its input."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -360,34 +354,33 @@ REGRESSION.task = "regression"
     ("attack", "arguments", "message"),
     [
         (fgsm, {"epsilon": -0.1}, "epsilon must be 0 or more, got -0.1"),
-        (pgd, {"epsilon": float("nan")}, "epsilon must be 0 or more, got nan"),
-        (pgd, {"epsilon": 0.1, "norm": "l1"}, "norm must be 'linf' or 'l2', got 'l1'"),
+        (pgd, {"epsilon": 0.1, "norm": "l1"}, "norm must be one of linf, l2, got 'l1'"),
         (pgd, {"epsilon": 0.1, "steps": 0}, "steps must be a whole number, 1 or more, got 0"),
         (pgd, {"epsilon": 0.1, "step_size": "a"}, "step_size must be 0 or more, got 'a'"),
         (iterative_fast_sign, {"step_size": -1}, "step_size must be 0 or more, got -1"),
-        (iterative_fast_sign, {"step_size": 0.1, "steps": 2.0}, "steps must be a whole number, 1 or more, got 2.0"),
         (fgsm, {"epsilon": 0.1, "seed": "a"}, "seed must be None or a whole number, .* got 'a'"),
         (fgsm, {"epsilon": 0.1, "x": BAD}, r"x must lie in \[0, 1\] \(bounds\), got 1.5 at \[1, 0, 2, 3\]"),
         (fgsm, {"epsilon": 0.1, "x": BAD * torch.nan}, r"x must lie in \[0, 1\] \(bounds\), got nan at"),
         (fgsm, {"epsilon": 0.1, "x": BAD / 0, "bounds": None}, r"x must be finite, got inf at \[0, 0, 0, 0\]"),
         (fgsm, {"epsilon": 0.1, "x": IMAGES.int()}, "x must be a floating-point tensor, got torch.int32"),
         (fgsm, {"epsilon": 0.1, "x": IMAGES[:0], "y": CLASSES[:0]}, "x must be .* with at least one input"),
-        (fgsm, {"epsilon": 0.1, "bounds": (1, 0)}, "bounds must be .* with the least first"),
+        (fgsm, {"epsilon": 0.1, "bounds": (1, 0)}, "bounds must be .* in this order"),
         (fgsm, {"epsilon": 0.1, "y": CLASSES[:1]}, r"y must hold one class for each of 2 inputs, got shape \[1\]"),
         (fgsm, {"epsilon": 0.1, "y": CLASSES + 9}, "y must hold classes 0 to 9, got 10 at 1"),
-        (fgsm, {"epsilon": 0.1, "labels": CLASSES}, "labels are for a targeted attack"),
+        (fgsm, {"epsilon": 0.1, "frequencies": (0.5, 0.2)}, r"frequencies must be \(low, high\), from 0 to 1 in units"),
+        (fgsm, {"epsilon": 0.1, "frequencies": (0.3, 0.4)}, "no frequency of 8 x 8 images is from 0.3 to 0.4"),
+        (fgsm, {"epsilon": 0.1, "frequencies": (0, 1), "x": torch.rand(2, 64)}, r"x must be images \[B, ..., H, W\]"),
+        (fgsm, {"epsilon": 0.1, "labels": CLASSES}, "labels are only for a targeted attack"),
         (fgsm, {"epsilon": 0.1, "labels": CLASSES + 9, "targeted": True}, "labels must hold classes 0 to 9, got 10"),
-        (fgsm, {"epsilon": 0.1, "draws": 3}, "draws=3 is for a multitude, got a Sequential"),
+        (fgsm, {"epsilon": 0.1, "draws": 3}, "draws=3 needs a multitude, got a Sequential"),
         (fgsm, {"epsilon": 0.1, "net": REGRESSION}, "net must be for classification, got a multitude for regression"),
         (fgsm, {"epsilon": 0.1, "net": abs}, "net must be a multitude or a network, got builtin"),
         (fgsm, {"epsilon": 0.1, "net": mt.temporal(perceptron(), 2, 1.0)}, "got a Stream: pass its network, net.net"),
-        (fgsm, {"epsilon": 0.1, "net": nn.Conv2d(1, 1, 1)}, r"net must give \[S, B, C\]"),
-        (fgsm, {"epsilon": 0.1, "net": Learning(64, 10).requires_grad_(False)}, "net must be differentiable in x"),
-        (fgsm, {"epsilon": 0.1, "net": Learning(64, 10)}, "net must be differentiable in x"),
-        (pgd, {"epsilon": 0.1, "y": CLASSES + 9}, "y must hold classes 0 to 9, got 10 at 1"),
+        (fgsm, {"epsilon": 0.1, "net": nn.Conv2d(1, 1, 1)}, r"net must return \[S, B, C\]"),
+        (fgsm, {"epsilon": 0.1, "net": NotDifferentiable(64, 10)}, "net must be differentiable in x"),
         (fgsm, {"epsilon": 0.1, "net": Steep(), "x": IMAGES * 0}, "net must have finite gradients, .* for input 0"),
     ],
 )
-def test_wrong_arguments_are_told_by_name(attack: Any, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_an_error(attack: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attack(**{"net": perceptron(), "x": IMAGES, "y": CLASSES} | arguments)

@@ -1,4 +1,4 @@
-"""What each corruption of images is: closed forms, brute force, SciPy and Pillow."""
+"""Each corruption of images equals a closed form, a loop, SciPy or Pillow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from multitudes.shift import blur, corrupt, digital, filters, noise, weather
-from tests.shift.test_corruption_severities import PUBLISHED, published
-from tests.shift.test_corruptions import BLURS, SEVERITIES, natural
+from tests.shift.test_corruptions import BLURS, SEVERITIES, natural, published
 
 # -- noise -------------------------------------------------------------------------------------------------
 
@@ -42,25 +41,14 @@ def test_noise_has_its_mean_and_variance(side: int, severity: int) -> None:
         assert float(out.var()) == pytest.approx(variance, abs=5 * spread)
 
 
-def test_noise_is_clipped() -> None:
-    out = corrupt(torch.full((4, 3, 70, 70), 0.5), "gaussian_noise", 5, seed=0)
-    tail = scipy.stats.norm.sf(0.5 / 0.38)
-    for end in (0, 1):
-        assert float((out == end).double().mean()) == pytest.approx(tail, abs=5 * (tail / out.numel()) ** 0.5)
-
-
 @pytest.mark.parametrize("severity", SEVERITIES)
-def test_impulse_noise_replaces_its_share_of_values_by_0_and_1_alike(severity: int) -> None:
+def test_impulse_noise_replaces_equal_shares_by_0_and_1(severity: int) -> None:
     images = torch.full((16, 3, 64, 64), 0.5)
     out = corrupt(images, "impulse_noise", severity, seed=0)
     share = published("impulse_noise", 64, severity)
     for end in (0, 1):
         assert float((out == end).double().mean()) == pytest.approx(share / 2, abs=5 * (share / out.numel()) ** 0.5)
     assert bool(((out == 0) | (out == 1) | (out == 0.5)).all())
-
-
-def test_shot_noise_leaves_black_black() -> None:
-    assert float(corrupt(torch.zeros(1, 1, 32, 32), "shot_noise", 5, seed=0).max()) == 0
 
 
 # -- blur --------------------------------------------------------------------------------------------------
@@ -76,7 +64,7 @@ def test_constant_images_stay_constant_under_blurs(name: str, side: int) -> None
 
 @pytest.mark.parametrize("shape", [(32, 32), (8, 11), (70, 90)], ids=str)
 @pytest.mark.parametrize("severity", SEVERITIES)
-def test_gaussian_blur_is_scipys(shape: tuple[int, int], severity: int) -> None:
+def test_gaussian_blur_equals_scipy(shape: tuple[int, int], severity: int) -> None:
     images = natural(2, 3, *shape).double()
     sigma = published("gaussian_blur", max(shape), severity)
     expected = scipy.ndimage.gaussian_filter(images.numpy(), (0, 0, sigma, sigma), mode="nearest")
@@ -84,7 +72,7 @@ def test_gaussian_blur_is_scipys(shape: tuple[int, int], severity: int) -> None:
 
 
 @pytest.mark.parametrize("border", ["reflect", "mirror", "nearest"])
-def test_filters_wider_than_the_image_are_scipys(border: str) -> None:
+def test_filters_wider_than_the_image_equal_scipy(border: str) -> None:
     images = natural(1, 1, 9, 12)[0, 0].double()
     expected = scipy.ndimage.gaussian_filter(images.numpy(), 7.0, mode=border, truncate=3)
     np.testing.assert_allclose(filters.gaussian_filter(images, 7.0, border, 3), expected, atol=1e-12)
@@ -93,19 +81,7 @@ def test_filters_wider_than_the_image_are_scipys(border: str) -> None:
     np.testing.assert_allclose(filters.correlate(images, kernel, border), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize(("radius", "rim"), [c for constants in PUBLISHED["defocus_blur"] for c in constants])
-def test_the_disk_sums_to_one_and_is_round(radius: float, rim: float) -> None:
-    kernel = blur.disk(radius, rim)
-    assert float(kernel.sum()) == pytest.approx(1, abs=1e-12)
-    torch.testing.assert_close(kernel, kernel.T)
-    torch.testing.assert_close(kernel, kernel.flip(0))
-    middle = len(kernel) // 2
-    distance = torch.linspace(-middle, middle, len(kernel)).square()
-    far = (distance[:, None] + distance).sqrt() > radius + 2 * 2**0.5
-    assert float(kernel[far].abs().sum()) == 0
-
-
-def test_a_sharp_disk_has_as_many_equal_points_as_lie_in_the_circle() -> None:
+def test_a_sharp_disk_is_uniform_inside_its_circle() -> None:
     kernel = blur.disk(3, 0.1)
     inside = sum(i * i + j * j <= 9 for i in range(-3, 4) for j in range(-3, 4))
     assert int((kernel > 1e-6).sum()) == inside
@@ -113,11 +89,11 @@ def test_a_sharp_disk_has_as_many_equal_points_as_lie_in_the_circle() -> None:
 
 
 @pytest.mark.parametrize("reach", [1, 2, 4])
-def test_glass_exchanges_pixels_as_a_loop_over_them_does(reach: int) -> None:
+def test_glass_blur_exchanges_pixels_like_the_published_loop(reach: int) -> None:
     height, width, batch, rounds = 14, 17, 2, 2
     rows, columns = height - 2 * reach, width - 2 * reach
     moves = torch.randint(-reach, reach, (rounds, 2, batch, rows, columns), generator=torch.Generator().manual_seed(0))
-    source = blur.exchanged(height, width, reach, moves)
+    source = blur.exchange_pixels(height, width, reach, moves)
     for image in range(batch):
         pixels = [[h * width + w for w in range(width)] for h in range(height)]
         for round_ in range(rounds):
@@ -130,7 +106,7 @@ def test_glass_exchanges_pixels_as_a_loop_over_them_does(reach: int) -> None:
         assert source[image].tolist() == [pixel for row in pixels for pixel in row]
 
 
-def test_motion_blur_at_right_angles_is_half_a_gaussian_along_a_row_or_column() -> None:
+def test_horizontal_and_vertical_motion_blurs_are_half_a_gaussian() -> None:
     x = torch.zeros(2, 1, 33, 33, dtype=torch.float64)
     x[:, :, 16, 16] = 1
     out = filters.motion(x, 6, 1.5, torch.tensor([0.0, 90.0]))
@@ -142,17 +118,8 @@ def test_motion_blur_at_right_angles_is_half_a_gaussian_along_a_row_or_column() 
     np.testing.assert_allclose(out[1, 0], expected.T, atol=1e-12)
 
 
-def test_motion_blur_at_45_degrees_goes_along_the_diagonal() -> None:
-    x = torch.zeros(1, 1, 33, 33)
-    x[:, :, 16, 16] = 1
-    out = filters.motion(x, 6, 2.0, torch.tensor([45.0]))[0, 0]
-    row, column = out.nonzero().T
-    assert torch.equal(row, column) and int(row.max()) == 16
-    assert float(out.sum()) == pytest.approx(1)
-
-
 @pytest.mark.parametrize("shape", [(32, 32), (33, 47), (80, 100)], ids=str)
-def test_zoom_is_scipys_on_the_middle_of_the_image(shape: tuple[int, int]) -> None:
+def test_zoom_equals_scipy(shape: tuple[int, int]) -> None:
     image = natural(1, 1, *shape)[0, 0].double()
     for factor in (1, 1.05, 1.21, 2.5):
         crops = [int(np.ceil(side / factor)) for side in shape]
@@ -177,7 +144,7 @@ def rgb(pixels: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("side", [16, 66])
-def test_brightness_adds_to_the_value_and_saturate_acts_on_the_saturation(side: int) -> None:
+def test_brightness_and_saturate_change_value_and_saturation(side: int) -> None:
     image = natural(1, 3, side, side).double()
     image[0, :, 0, 0], image[0, :, 0, 1] = 0, 0.4  # black, grey
     pixels = hsv(image[0])
@@ -193,7 +160,7 @@ def test_brightness_adds_to_the_value_and_saturate_acts_on_the_saturation(side: 
 
 @pytest.mark.parametrize("severity", SEVERITIES)
 @pytest.mark.parametrize("side", [32, 128])
-def test_fog_over_a_constant_image_spans_its_closed_form(severity: int, side: int) -> None:
+def test_fog_on_a_constant_image_has_its_closed_form(severity: int, side: int) -> None:
     value, (thickness, _) = 0.5, published("fog", side, severity)
     out = corrupt(torch.full((3, 3, side, side), value), "fog", severity, seed=0)
     # where the cloud is 0, and where it is 1
@@ -202,13 +169,7 @@ def test_fog_over_a_constant_image_spans_its_closed_form(severity: int, side: in
     torch.testing.assert_close(out.amax((1, 2, 3)), torch.full((3,), high))
 
 
-def test_a_cloud_that_decays_fast_is_smoother() -> None:
-    x = torch.zeros(4, 1, 64, 64)
-    rough, smooth = (weather.plasma(x, decay, torch.Generator().manual_seed(0)) for decay in (1.4, 3))
-    assert float(smooth.diff(dim=-1).square().mean()) < float(rough.diff(dim=-1).square().mean()) / 4
-
-
-def test_plasma_is_the_diamond_square_algorithm_on_a_periodic_map() -> None:
+def test_plasma_is_the_diamond_square_algorithm() -> None:
     side, decay = 8, 3
     cloud = weather.plasma(torch.zeros(1, 1, side, side, dtype=torch.float64), decay, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
@@ -230,7 +191,7 @@ def test_plasma_is_the_diamond_square_algorithm_on_a_periodic_map() -> None:
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)
-def test_snow_whitens_by_its_share_and_adds_flakes_that_look_alike_turned_round(severity: int) -> None:
+def test_snow_whitens_and_adds_flakes_with_their_rotation(severity: int) -> None:
     red, green, blue = 0.1, 0.3, 0.05
     images = torch.tensor([red, green, blue]).reshape(1, 3, 1, 1).expand(2, 3, 64, 64)
     out = corrupt(images, "snow", severity, seed=0)
@@ -246,7 +207,7 @@ def test_snow_whitens_by_its_share_and_adds_flakes_that_look_alike_turned_round(
 
 
 @pytest.mark.parametrize("side", [32, 100])
-def test_ice_is_a_texture_in_0_to_1_of_each_images_own(side: int) -> None:
+def test_ice_is_a_different_texture_for_each_image(side: int) -> None:
     texture = weather.ice(torch.zeros(3, 3, side, side), torch.Generator().manual_seed(0))
     assert texture.shape == (3, 1, side, side)
     assert texture.amin((1, 2, 3)).tolist() == [0, 0, 0] and texture.amax((1, 2, 3)).tolist() == [1, 1, 1]
@@ -255,14 +216,14 @@ def test_ice_is_a_texture_in_0_to_1_of_each_images_own(side: int) -> None:
     assert float(torch.corrcoef(flat).fill_diagonal_(0).abs().max()) < 0.5
 
 
-def test_frost_on_a_black_image_is_ice_at_its_published_weight() -> None:
+def test_frost_on_a_black_image_is_weighted_ice() -> None:
     for side in (32, 80):
         for severity in SEVERITIES:
             out = corrupt(torch.zeros(1, 3, side, side), "frost", severity, seed=0)
             assert float(out[:, 2].max()) == pytest.approx(published("frost", side, severity)[1])
 
 
-def test_mud_covers_and_what_it_leaves_is_untouched() -> None:
+def test_mud_covers_part_of_the_image() -> None:
     images = natural(4, 3, 96, 96)
     out = corrupt(images, "spatter", 5, seed=0)
     covered = (out != images).any(1, keepdim=True)
@@ -272,7 +233,7 @@ def test_mud_covers_and_what_it_leaves_is_untouched() -> None:
     assert float(left.max()) < 1e-6
 
 
-def test_water_only_adds_light_and_at_most_its_strength() -> None:
+def test_water_adds_light_up_to_its_strength() -> None:
     images = torch.full((8, 3, 96, 96), 0.2)
     for severity in (1, 2, 3):
         added = corrupt(images, "spatter", severity, seed=0) - images
@@ -282,7 +243,7 @@ def test_water_only_adds_light_and_at_most_its_strength() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 40, 50), (1, 1, 60, 90)], ids=["many drops", "one drop"])
-def test_the_relief_of_drops_is_scipys(shape: tuple[int, ...]) -> None:
+def test_the_relief_of_drops_equals_scipy(shape: tuple[int, ...]) -> None:
     wet = natural(*shape).double() > 0.45
     if shape[2] == 60:  # far from it the distance has its limit, 20
         wet = torch.zeros(shape, dtype=torch.bool)
@@ -301,11 +262,11 @@ def test_the_relief_of_drops_is_scipys(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(weather._relief(wet, torch.float64)[0, 0], expected, atol=1e-9)
 
 
-def test_equalising_spreads_a_flat_histogram_evenly_and_leaves_a_constant_image() -> None:
+def test_equalising_keeps_constant_images() -> None:
     ramp = torch.arange(16).repeat_interleave(4).reshape(1, 1, 8, 8)
-    assert weather._equalised(ramp, 21).unique().tolist() == [17 * step for step in range(16)]
+    assert weather._equalise(ramp, 21).unique().tolist() == [17 * step for step in range(16)]
     constant = torch.full((1, 1, 8, 8), 20)
-    assert torch.equal(weather._equalised(constant, 21), constant)
+    assert torch.equal(weather._equalise(constant, 21), constant)
 
 
 # -- digital -----------------------------------------------------------------------------------------------
@@ -313,7 +274,7 @@ def test_equalising_spreads_a_flat_histogram_evenly_and_leaves_a_constant_image(
 
 @pytest.mark.parametrize("side", [32, 96])
 @pytest.mark.parametrize("severity", SEVERITIES)
-def test_contrast_shrinks_the_distance_to_each_channels_mean(side: int, severity: int) -> None:
+def test_contrast_scales_the_distance_from_the_channel_mean(side: int, severity: int) -> None:
     images = natural(2, 3, side, side).double().numpy()
     c = published("contrast", side, severity)
     out = corrupt(torch.from_numpy(images), "contrast", severity).numpy()
@@ -324,7 +285,7 @@ def test_contrast_shrinks_the_distance_to_each_channels_mean(side: int, severity
 
 @pytest.mark.parametrize("shape", [(8, 8), (32, 32), (33, 47), (70, 101), (224, 224)], ids=str)
 @pytest.mark.parametrize("severity", SEVERITIES)
-def test_pixelate_is_pillows_box_filter(shape: tuple[int, int], severity: int) -> None:
+def test_pixelate_equals_pillow(shape: tuple[int, int], severity: int) -> None:
     height, width = shape
     image = natural(1, 1, height, width)
     share = published("pixelate", max(shape), severity)
@@ -336,7 +297,7 @@ def test_pixelate_is_pillows_box_filter(shape: tuple[int, int], severity: int) -
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("shape", [(8, 8), (33, 47), (70, 70)], ids=str)
-def test_jpeg_is_pillows(channels: int, shape: tuple[int, int]) -> None:
+def test_jpeg_equals_pillow(channels: int, shape: tuple[int, int]) -> None:
     images = natural(2, channels, *shape)
     for severity in SEVERITIES:
         quality = published("jpeg_compression", max(shape), severity)
@@ -349,23 +310,23 @@ def test_jpeg_is_pillows(channels: int, shape: tuple[int, int]) -> None:
             assert np.array_equal((got.permute(1, 2, 0) * 255).round().numpy(), expected)
 
 
-def test_jpeg_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jpeg_without_pillow_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match="pip install"):
         corrupt(torch.zeros(1, 1, 8, 8), "jpeg_compression", 1)
 
 
 @pytest.mark.parametrize(("at_centres", "border"), [(True, "mirror"), (False, "reflect")])
-def test_images_are_sampled_as_scipy_samples_them(at_centres: bool, border: str) -> None:
+def test_sampling_equals_scipy(at_centres: bool, border: str) -> None:
     image = natural(1, 1, 12, 17).double()
     places = torch.rand(1, 12, 17, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 50 - 20
     expected = scipy.ndimage.map_coordinates(
         image[0, 0].numpy(), [places[0, ..., 1].numpy(), places[0, ..., 0].numpy()], order=1, mode=border
     )
-    np.testing.assert_allclose(digital._sampled(image, places, at_centres)[0, 0], expected, atol=1e-10)
+    np.testing.assert_allclose(digital._sample(image, places, at_centres)[0, 0], expected, atol=1e-10)
 
 
-def test_the_affine_part_takes_three_moved_points_back_to_where_they_were() -> None:
+def test_the_affine_map_sends_moved_points_to_their_sources() -> None:
     x = torch.zeros(5, 3, 30, 48, dtype=torch.float64)
     matrix = digital._affine(x, 3.0, torch.Generator().manual_seed(0))
     there = torch.tensor([[34.0, 25, 1], [34, 5, 1], [14, 5, 1]], dtype=torch.float64)  # centre (24, 15), arm 10

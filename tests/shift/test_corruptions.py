@@ -1,14 +1,16 @@
-"""What holds for all corruptions of images; `test_corruption_forms.py` has what each of them is."""
+"""Properties of all corruptions of images; `test_corruption_forms.py` has those of each."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from multitudes.shift import CORRUPTIONS, EXTRA, corrupt
+from multitudes.shift import CORRUPTIONS, EXTRA, corrupt, corruptions
 
 ALL = CORRUPTIONS + EXTRA
 SEVERITIES = range(1, 6)
@@ -26,7 +28,7 @@ BLURS = ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "gaussian_blu
 
 
 def natural(batch: int, channels: int, height: int, width: int, seed: int = 0) -> Tensor:
-    """Smooth images whose amplitudes fall with the frequency as those of photographs do, channels alike."""
+    """Smooth images with the spectrum of photographs and correlated channels."""
     generator = torch.Generator().manual_seed(seed)
     frequency = (torch.fft.fftfreq(height)[:, None] ** 2 + torch.fft.rfftfreq(width) ** 2).sqrt()
     spectrum = torch.fft.rfft2(torch.randn(batch, channels, height, width, generator=generator))
@@ -36,12 +38,18 @@ def natural(batch: int, channels: int, height: int, width: int, seed: int = 0) -
     return (0.45 + 0.18 * images).clamp(0, 1)
 
 
-# -- what holds for all of them ----------------------------------------------------------------------------
+def published(name: str, side: int, severity: int) -> Any:
+    """Parameters of a severity for images of this size."""
+    corruption = (corruptions._CORRUPTIONS | corruptions._EXTRA)[name]
+    return (corruption.large if side > 64 else corruption.small)[severity - 1]
+
+
+# -- properties of all of them ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 1, 8, 8), (2, 1, 32, 32), (2, 3, 33, 47), (1, 3, 8, 70)], ids=str)
-def test_shape_type_and_range_are_kept_and_the_input_is_untouched(name: str, shape: tuple[int, ...]) -> None:
+def test_shape_dtype_range_and_input_are_preserved(name: str, shape: tuple[int, ...]) -> None:
     for severity in SEVERITIES:
         images = natural(*shape)
         before = images.clone()
@@ -54,7 +62,7 @@ def test_shape_type_and_range_are_kept_and_the_input_is_untouched(name: str, sha
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_image_and_a_large_image_keep_shape_and_range(name: str) -> None:
+def test_empty_batches_and_large_images_work(name: str) -> None:
     assert corrupt(torch.zeros(0, 3, 32, 32), name, 1).shape == (0, 3, 32, 32)
     images = natural(1, 3, 224, 224)
     out = corrupt(images, name, 5, seed=0)
@@ -65,7 +73,7 @@ def test_no_image_and_a_large_image_keep_shape_and_range(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_gives_what_single_precision_gives(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_equals_rounded_single_precision(name: str, dtype: torch.dtype) -> None:
     images = natural(2, 3, 32, 32).to(dtype)
     out = corrupt(images, name, 3, seed=0)
     assert out.dtype == dtype
@@ -73,16 +81,7 @@ def test_half_precision_gives_what_single_precision_gives(name: str, dtype: torc
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_double_precision_changes_images_as_much_as_single_precision(name: str) -> None:
-    images = natural(16, 3, 32, 32)  # other random numbers are drawn, so only sizes can be compared
-    out = corrupt(images.double(), name, 3, seed=0)
-    assert out.dtype == torch.float64
-    changes = [float((out - images).square().mean()) for out in (out, corrupt(images, name, 3, seed=0))]
-    assert changes[0] == pytest.approx(changes[1], rel=1e-4 if name in WITHOUT_CHANCE else 0.2)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_seed_gives_the_same_corruption_another_for_each_image_and_leaves_torchs_random_state(name: str) -> None:
+def test_a_seed_repeats_corruptions_which_differ_between_images(name: str) -> None:
     images = natural(1, 3, 32, 32).repeat(2, 1, 1, 1)
     state = torch.get_rng_state()
     first, again, other = (corrupt(images, name, 4, seed=seed) for seed in (7, 7, 8))
@@ -91,7 +90,7 @@ def test_a_seed_gives_the_same_corruption_another_for_each_image_and_leaves_torc
     assert torch.equal(first, other) == torch.equal(first[0], first[1]) == (name in WITHOUT_CHANCE)
 
 
-def test_without_a_seed_torchs_random_state_decides() -> None:
+def test_without_a_seed_torchs_random_state_is_used() -> None:
     images = natural(2, 3, 32, 32)
     torch.manual_seed(0)
     first, second = (corrupt(images, "gaussian_noise", 1) for _ in range(2))
@@ -102,26 +101,53 @@ def test_without_a_seed_torchs_random_state_decides() -> None:
 
 @pytest.mark.parametrize("name", [*BLURS, "snow", "fog", "brightness", "contrast", "elastic_transform", "pixelate"])
 @pytest.mark.parametrize("side", [32, 80])
-def test_a_grey_image_is_corrupted_like_a_colour_image_of_three_equal_channels(name: str, side: int) -> None:
+def test_grey_images_are_corrupted_like_three_equal_channels(name: str, side: int) -> None:
     grey = natural(2, 1, side, side)
     out = corrupt(grey.repeat(1, 3, 1, 1), name, 5, seed=1)
     torch.testing.assert_close(out, corrupt(grey, name, 5, seed=1).repeat(1, 3, 1, 1))
 
 
-def test_a_grey_image_has_nothing_to_saturate() -> None:
+def test_saturate_keeps_grey_images() -> None:
     images = natural(2, 1, 16, 16)
     assert torch.equal(corrupt(images, "saturate", 5), images)
 
 
-def test_images_of_up_to_64_pixels_a_side_take_the_parameters_of_cifar_larger_ones_those_of_imagenet() -> None:
+def test_images_above_64_pixels_use_the_parameters_of_imagenet() -> None:
     for height, width, shift in ((64, 64, 0.05), (8, 64, 0.05), (64, 65, 0.1), (65, 8, 0.1)):
         out = corrupt(torch.full((1, 1, height, width), 0.25), "brightness", 1)
         torch.testing.assert_close(out, torch.full_like(out, 0.25 + shift))
 
 
-def test_images_that_need_gradients_give_images_that_do_not() -> None:
-    images = natural(1, 3, 16, 16).requires_grad_()
-    assert not corrupt(images, "contrast", 1).requires_grad
+# Sums of the published constants (make_cifar_c.py and make_imagenet_c.py at github.com/hendrycks/robustness), weighted
+# by their position, for small and for large images. Constants of elastic_transform are fractions of a side.
+CHECKSUMS = {
+    "gaussian_noise": (1.26, 3.8),
+    "shot_noise": (1850, 181),
+    "impulse_noise": (0.69, 2.45),
+    "defocus_blur": (33.5, 205.2),
+    "glass_blur": (123.55, 251.8),
+    "motion_blur": (252, 735),
+    "zoom_blur": (504.3, 305.64),
+    "snow": (2163.3, 2474.2),
+    "frost": (32.9, 37.35),
+    "fog": (92.45, 112.7),
+    "brightness": (3, 5.5),
+    "contrast": (4.9, 2.25),
+    "elastic_transform": (7.65, 18.47428571),
+    "pixelate": (11.55, 5.25),
+    "jpeg_compression": (784, 181),
+    "speckle_noise": (2.26, 6.4),
+    "gaussian_blur": (11.9, 60),
+    "spatter": (261.28, 386.39),
+    "saturate": (47.4, 228.4),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_are_the_published_constants(name: str) -> None:
+    for side, checksum in zip((64, 65), CHECKSUMS[name], strict=True):
+        constants = np.array([published(name, side, severity) for severity in SEVERITIES], dtype=float).ravel()
+        assert constants @ np.arange(1, len(constants) + 1) == pytest.approx(checksum, rel=1e-9)
 
 
 # Severities whose published parameters change images no more than the severity before, for images of up to 64 pixels
@@ -147,9 +173,7 @@ UP_TO_THE_IMAGES = {"small": {"frost": {3}}, "large": {"frost": {2}, "fog": {4}}
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_the_mean_squared_change_grows_with_severity_but_where_the_published_parameters_do_not(
-    name: str, size: str
-) -> None:
+def test_the_mean_squared_change_grows_with_severity_up_to_known_exceptions(name: str, size: str) -> None:
     images = natural(64, 3, 32, 32) if size == "small" else natural(12, 3, 96, 96)
     change = [float((corrupt(images, name, severity, seed=0) - images).square().mean()) for severity in SEVERITIES]
     falls = {number for number, (a, b) in enumerate(itertools.pairwise(change), start=2) if b <= a * (1 + 1e-4)}
@@ -174,21 +198,17 @@ def spoilt(value: float) -> Tensor:
     [
         ((GOOD, "rain", 1), r"name must be one of gaussian_noise, .*, saturate, got 'rain'"),
         ((GOOD, "fog", 0), "severity must be a whole number from 1 to 5, got 0"),
-        ((GOOD, "fog", 6), "severity .* got 6"),
-        ((GOOD, "fog", 2.5), "severity .* got 2.5"),
         ((GOOD, "fog", True), "severity .* got True"),
         ((GOOD, "fog", 1, -1), "seed must be None or a whole number, .* got -1"),
-        ((GOOD, "fog", 1, 0.5), "seed must be None or a whole number, .* got 0.5"),
         ((GOOD.numpy(), "fog", 1), r"images must be a tensor .* got ndarray"),
         ((GOOD[0], "fog", 1), r"images must be \[B, C, H, W\] .* got \[3, 8, 8\]"),
         ((torch.zeros(1, 2, 8, 8), "fog", 1), r"images .* 1 or 3 channels .* got \[1, 2, 8, 8\]"),
         ((torch.zeros(1, 3, 8, 7), "fog", 1), r"images .* 8 or more pixels a side, got \[1, 3, 8, 7\]"),
-        ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "fog", 1), r"images must be of .* got torch.uint8"),
+        ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "fog", 1), r"images must have a dtype of .* got torch.uint8"),
         ((spoilt(1.5), "fog", 1), r"images must lie in \[0, 1\], got 1.5 at \[1, 2, 3, 4\]"),
-        ((spoilt(-0.5), "fog", 1), r"images must lie in \[0, 1\], got -0.5 at \[1, 2, 3, 4\]"),
         ((spoilt(float("nan")), "fog", 1), r"images must lie in \[0, 1\], got nan at \[1, 2, 3, 4\]"),
     ],
 )
-def test_bad_input_is_named(arguments: tuple[object, ...], words: str) -> None:
+def test_invalid_arguments_raise_an_error(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         corrupt(*arguments)

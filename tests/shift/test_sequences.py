@@ -23,7 +23,7 @@ NUMPY = {"reflect": "reflect", "zeros": "constant", "circular": "wrap"}
 
 
 def by_hand(image, down, right, padding):
-    """One image [C, H, W], moved: padded widely by NumPy, and cut out again."""
+    """Translate one image [C, H, W] by padding and cropping in NumPy."""
     by = max(abs(down), abs(right))
     wide = np.pad(image, [(0, 0), (by, by), (by, by)], mode=NUMPY[padding])
     height, width = image.shape[1:]
@@ -31,8 +31,15 @@ def by_hand(image, down, right, padding):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("padding", NUMPY)
-@pytest.mark.parametrize("shape, steps, step", [((2, 3, 5, 7), 3, 1), ((1, 1, 8, 8), 2, 3), ((2, 1, 3, 2), 9, 1)])
+@pytest.mark.parametrize(
+    "shape, steps, step, padding",
+    [
+        ((2, 3, 5, 7), 3, 1, "reflect"),
+        ((1, 1, 8, 8), 2, 3, "zeros"),
+        ((2, 1, 3, 2), 9, 1, "circular"),
+        ((2, 1, 3, 2), 9, 1, "reflect"),
+    ],
+)
 def test_images_move_step_by_step(direction, padding, shape, steps, step):
     x = images(*shape)
     frames = translated(x, steps, step, direction, padding)
@@ -43,17 +50,7 @@ def test_images_move_step_by_step(direction, padding, shape, steps, step):
         np.testing.assert_array_equal(frames[t, b], expected)
 
 
-def test_names_of_directions_mean_what_they_say():
-    x = torch.zeros(1, 1, 5, 5)
-    x[0, 0, 2, 2] = 1
-    places = {name: translated(x, 1, direction=name)[1, 0, 0].nonzero()[0].tolist() for name in DIRECTIONS}
-    assert (
-        places["right"] == [2, 3] and places["left"] == [2, 1] and places["up"] == [1, 2] and places["down"] == [3, 2]
-    )
-    assert places["up-right"] == [1, 3] and places["down-left"] == [3, 1]
-
-
-def test_random_directions_are_each_images_own_and_repeatable():
+def test_random_directions_differ_between_images_and_are_reproducible():
     x = images(200, 1, 6, 6)
     state = torch.get_rng_state()
     frames = translated(x, 2, direction="random", seed=3)
@@ -65,7 +62,7 @@ def test_random_directions_are_each_images_own_and_repeatable():
     assert set(taken) == set(range(8))
 
 
-def test_moving_is_differentiable_and_leaves_the_images_alone():
+def test_translation_is_differentiable():
     x = images(1, 1, 4, 4).requires_grad_()
     before = x.detach().clone()
     translated(x, 2, padding="zeros").sum().backward()
@@ -75,29 +72,15 @@ def test_moving_is_differentiable_and_leaves_the_images_alone():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float64])
 @pytest.mark.parametrize("padding", NUMPY)
-def test_every_dtype_moves(dtype, padding):
+def test_translation_keeps_the_dtype(dtype, padding):
     x = (100 * images(2, 1, 4, 4)).to(dtype)
     frames = translated(x, 2, padding=padding)
     assert frames.dtype == dtype and torch.equal(frames[0], x)
     assert torch.equal(frames[1, ..., 1:], x[..., :-1])
 
 
-def test_a_network_that_is_blind_to_shifts_is_consistent_and_one_that_is_not_is_less_so():
-    torch.manual_seed(0)
-    blind = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-    blind = nn.Sequential(blind, nn.Flatten(), nn.Linear(8, 5), nn.BatchNorm1d(5))
-    seeing = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5))
-    frames = translated(images(30, 1, 8, 8), 8, padding="circular")
-    consistency = {}
-    for name, model in (("blind", blind), ("seeing", seeing)):
-        model.train()(frames[0])
-        consistency[name] = float(robustness.consistency(mt.Multitude(model).predict(x) for x in frames))
-    assert consistency["blind"] == 1 > consistency["seeing"]
-
-
 BAD_TRANSLATIONS = {
     "images": (dict(images=images(3, 4, 4)), r"images must be a tensor \[B, C, H, W\] .* got \[3, 4, 4\]"),
-    "array": (dict(images=np.zeros((1, 1, 4, 4))), "images must be a tensor .* got ndarray"),
     "line": (dict(images=images(1, 1, 1, 4)), "2 or more pixels a side"),
     "steps": (dict(steps=0), "steps must be a whole number, 1 or more, got 0"),
     "step": (dict(step=0.5), "step must be a whole number, 1 or more, got 0.5"),
@@ -108,7 +91,7 @@ BAD_TRANSLATIONS = {
 
 
 @pytest.mark.parametrize("change, message", BAD_TRANSLATIONS.values(), ids=BAD_TRANSLATIONS)
-def test_bad_translations_are_named(change, message):
+def test_invalid_translations_raise_an_error(change, message):
     with pytest.raises(ValueError, match=message):
         translated(**{"images": images(1, 1, 4, 4), "steps": 2, **change})
 
@@ -118,7 +101,7 @@ def test_bad_translations_are_named(change, message):
 
 @pytest.mark.parametrize("size, height, width", [(8, 8, 8), (33, 33, 33), ((9, 20), 9, 20), ((40, 12), 40, 12)])
 @pytest.mark.parametrize("classes", range(2, len(SHAPES) + 1))
-def test_every_frame_shows_its_shape_and_nothing_else(size, height, width, classes):
+def test_every_frame_has_one_shape(size, height, width, classes):
     frames, labels, masks = video(60, size, classes, hold=7, seed=classes)
     assert frames.shape == (60, 3, height, width) and frames.dtype == torch.float32
     assert labels.shape == (60,) and masks.shape == (60, height, width)
@@ -129,14 +112,14 @@ def test_every_frame_shows_its_shape_and_nothing_else(size, height, width, class
         assert 0.05 < (mask > 0).sum() / min(height, width) ** 2 < 0.5
 
 
-def test_a_shape_stays_and_none_follows_itself():
+def test_shapes_last_for_hold_frames_and_never_repeat():
     _, labels, _ = video(103, 8, classes=3, hold=10, seed=0)
     values, lengths = labels.unique_consecutive(return_counts=True)
     assert lengths.tolist() == [10] * 10 + [3]
     assert set(values.tolist()) == {0, 1, 2}
 
 
-def test_a_video_is_repeatable_and_leaves_torchs_random_state_alone():
+def test_a_seed_repeats_a_video():
     state = torch.get_rng_state()
     one, same, other = video(9, 12, seed=5), video(9, 12, seed=5), video(9, 12, seed=6)
     assert torch.equal(torch.get_rng_state(), state)
@@ -148,7 +131,7 @@ def test_a_video_is_repeatable_and_leaves_torchs_random_state_alone():
     assert torch.equal(free.frames, video(9, 12).frames)
 
 
-def test_without_noise_neighbouring_frames_are_alike_and_noise_is_new_in_each():
+def test_scenes_are_smooth_and_noise_is_independent():
     still, noisy = video(40, 32, noise=0.0, hold=40, seed=1), video(40, 32, noise=0.1, hold=40, seed=1)
     assert torch.equal(still.labels, noisy.labels) and torch.equal(still.masks, noisy.masks)
     assert (still.frames[1:] - still.frames[:-1]).abs().mean() < 0.02
@@ -159,7 +142,7 @@ def test_without_noise_neighbouring_frames_are_alike_and_noise_is_new_in_each():
 
 
 def test_a_shape_moves_by_less_than_two_pixels_a_frame():
-    for seed in range(10):
+    for seed in range(3):
         masks = video(50, 32, hold=50, seed=seed).masks > 0
         y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
         centres = torch.stack([(masks * axis).sum((1, 2)) / masks.sum((1, 2)) for axis in (y, x)], 1)
@@ -167,15 +150,8 @@ def test_a_shape_moves_by_less_than_two_pixels_a_frame():
         assert steps.max() < 2 and centres.std(0).max() > 1
 
 
-def test_shapes_stand_out_from_their_background():
-    for seed in range(5):
-        frames, _, masks = video(50, 32, noise=0.0, seed=seed)
-        brightness, inside = frames.mean(1), masks > 0
-        assert brightness[inside].mean() > brightness[~inside].mean() + 0.2
-
-
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_lie_within_the_unit_circle_and_differ_from_all_others(name):
+def test_shapes_are_inside_the_unit_circle_and_differ(name):
     axis = torch.linspace(-1.5, 1.5, 301)
     v, u = torch.meshgrid(axis, axis, indexing="ij")
     inside = sequences._SHAPES[name](u, v) < 0
@@ -189,9 +165,7 @@ def test_shapes_lie_within_the_unit_circle_and_differ_from_all_others(name):
 BAD_VIDEOS = {
     "frames": (dict(frames=0), "frames must be a whole number, 1 or more, got 0"),
     "small": (dict(size=7), "size must be a whole number of pixels, 8 or more, or two of them, got 7"),
-    "three": (dict(size=(8, 8, 8)), r"size must be .* got \(8, 8, 8\)"),
     "real": (dict(size=(8, 9.5)), r"size must be .* got \(8, 9.5\)"),
-    "one class": (dict(classes=1), "classes must be a whole number from 2 to 6, got 1"),
     "seven": (dict(classes=7), "classes must be a whole number from 2 to 6, got 7"),
     "noise": (dict(noise=-0.1), "noise must be 0 or more, got -0.1"),
     "hold": (dict(hold=0), "hold must be a whole number, 1 or more, got 0"),
@@ -200,7 +174,7 @@ BAD_VIDEOS = {
 
 
 @pytest.mark.parametrize("change, message", BAD_VIDEOS.values(), ids=BAD_VIDEOS)
-def test_bad_videos_are_named(change, message):
+def test_invalid_videos_raise_an_error(change, message):
     with pytest.raises(ValueError, match=message):
         video(**{"frames": 5, **change})
 
@@ -210,7 +184,7 @@ def test_bad_videos_are_named(change, message):
 
 @pytest.fixture(scope="module")
 def model():
-    """A small network that has learnt to tell three shapes in single noisy frames, before a hundred backgrounds."""
+    """A small network trained on single noisy frames of three shapes."""
     parts = [video(20, 16, classes=3, noise=0.25, hold=2, seed=seed) for seed in range(100)]
     frames, labels = torch.cat([part.frames for part in parts]), torch.cat([part.labels for part in parts])
     with torch.random.fork_rng():
@@ -230,7 +204,7 @@ def model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1004))
-def test_temporal_smoothing_makes_predictions_on_a_noisy_video_more_consistent_and_more_often_right(model, seed):
+def test_temporal_smoothing_increases_consistency_and_accuracy(model, seed):
     frames, labels, _ = video(400, 16, classes=3, noise=0.25, hold=50, seed=seed)
     alone = mt.Multitude(model).predict(frames)
     smoothed = mt.predict(mt.temporal(model, frames=5, decay=0.3), frames, batch_size=1)

@@ -279,5 +279,5 @@ def test_what_cannot_be_calibrated_is_one_sentence() -> None:
     y = labels(B, T, high=C)
     with pytest.raises(ValueError, match="scaling must be one of 'temperature', 'member_temperature', None, 'auto'"):
         mt.calibrate(net, (X, y), scaling="vector")
-    with pytest.raises(ValueError, match="target must hold classes to fit the scaling to, got only ignored ones"):
+    with pytest.raises(ValueError, match="target must hold classes to fit the scaling, got only ignored ones"):
         mt.calibrate(net, (X, torch.full_like(y, -100)), conformal=None)

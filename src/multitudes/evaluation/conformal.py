@@ -1,12 +1,12 @@
 """Split conformal prediction: sets and intervals with guaranteed coverage.
 
 Vovk, Gammerman & Shafer, *Algorithmic Learning in a Random World* (2005). A score measures how badly a target fits a
-prediction. Of n held-out inputs, exchangeable with the new one, the `ceil((n + 1) level)`-th smallest score is the
-threshold; the set consists of all targets whose score is not above it. It holds the new target with probability at
+prediction. The threshold is the `ceil((n + 1) level)`-th smallest score of n held-out inputs that are exchangeable with
+the new one; the set consists of all targets whose score is not above it. It contains the new target with probability at
 least `level`, and at most `level + 1 / (n + 1)` if no two scores are equal, for any network and distribution.
 
 If an input has several targets (pixels, outputs), each counts for its share of the input, and the guarantee is for the
-mean share of an input's targets that their sets hold: Angelopoulos et al., *Conformal Risk Control* (2024). The rule
+mean share of an input's targets that are in their sets: Angelopoulos et al., *Conformal Risk Control* (2024). The rule
 above is the case of one target per input.
 
 The scores, with classes from the most probable to the least (in index order if equally probable):
@@ -14,19 +14,19 @@ The scores, with classes from the most probable to the least (in index order if 
 - "lac", `1 - p_y`: the smallest sets, some of them empty. Sadinle, Lei & Wasserman, *Least Ambiguous Set-Valued
   Classifiers with Bounded Error Levels* (2019).
 - "aps", the probability of all classes before y: larger sets for harder inputs. Romano, Sesia & Candès,
-  *Classification with Valid and Adaptive Coverage* (2020). Every set holds the most probable class, whose score is 0;
-  if that alone is right often enough, sets hold only that one. If randomized, `u p_y` is added with u uniform between
-  0 and 1: coverage is exact, and sets may be empty.
+  *Classification with Valid and Adaptive Coverage* (2020). Every set contains the most probable class, whose score is
+  0, and no other if that one is correct often enough. If randomized, `u p_y` is added with u uniform between 0 and 1:
+  coverage is exact, and sets may be empty.
 - "raps", "aps" plus `penalty * max(0, rank of y - k_reg)`: fewer very large sets. Angelopoulos, Bates, Jordan & Malik,
   *Uncertainty Sets for Image Classifiers using Conformal Prediction* (2021).
 - "absolute", `|y - mean|`, and "scaled", `|y - mean| / std`: intervals of constant width, or of a width proportional to
   the predicted standard deviation. Lei et al., *Distribution-Free Predictive Inference for Regression* (2018).
 - "cqr", `max(low - y, y - high)`, the distance of y from the widest interval between the predicted quantiles, negative
-  inside: that interval, with both ends moved by one distance. Romano, Patterson & Candès, *Conformalized Quantile
+  inside: that interval, with both ends moved by the same distance. Romano, Patterson & Candès, *Conformalized Quantile
   Regression* (2019).
 
-For yes/no, the set is of the two classes no and yes, and may hold both, or none. Each of several labels has such a set;
-the labels are then the input's targets. Tokens with label -100 have no score.
+Binary predictions have sets of the two classes no and yes. Multilabel predictions have such a set per label; the labels
+are then the input's targets. Tokens with label -100 have no score.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from multitudes.base.checks import check_count, check_number, check_seed
+from multitudes.base.checks import check_choice, check_count, check_number, check_seed
 from multitudes.tasks import TASKS, Task
 from multitudes.tasks.predictive import Predictive
 
@@ -46,36 +46,33 @@ TIE = 1e-6
 """Class scores this close count as equal, since rounding differs between devices."""
 
 _CHUNK = 2**22  # number of probabilities sorted together
-# Scores and sets get separate random numbers from a seed, different from those of a division of the data by it:
-# inputs must not share numbers with each other, or with their positions.
+# Scores, sets and the division of the data use the same seed, but must have independent random numbers.
 _FOR_SCORES, _FOR_SETS = 0x5C02E5, 0x5E75
 
 
 @dataclass(frozen=True)
 class ConformalScore:
-    """The misfit of a class, or a number, to a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
+    """Misfit of a class or a number to a prediction: "lac", "aps", "raps", "absolute", "scaled" or "cqr"."""
 
     name: str
     k_reg: int = 5
-    """The rank, from 1, up to which "raps" adds no penalty."""
+    """Rank, from 1, up to which "raps" adds no penalty."""
     penalty: float = 0.01
-    """The penalty that "raps" adds for each rank after that."""
+    """Penalty that "raps" adds for each rank after that."""
     randomized: bool = False
     """True if "aps" and "raps" add a random part of the class's own probability."""
 
     def __post_init__(self) -> None:
-        names = sorted({name for task in TASKS.values() for name in task.scores})
-        if self.name not in names:
-            raise ValueError(f"score must be one of {', '.join(names)}, got {self.name!r}")
+        check_choice("score", self.name, sorted({name for task in TASKS.values() for name in task.scores}))
         check_count("k_reg", self.k_reg, 0)
         check_number("penalty", self.penalty, 0)
         if not isinstance(self.randomized, bool):
             raise ValueError(f"randomized must be True or False, got {self.randomized!r}")
         if self.randomized and self.name not in ("aps", "raps"):
-            raise ValueError(f"randomized=True is for 'aps' and 'raps', got {self.name!r}")
+            raise ValueError(f"randomized=True needs score 'aps' or 'raps', got {self.name!r}")
 
     def of_classes(self, probs: Tensor, u: Tensor | None) -> Tensor:
-        """Return the score of every class, `[B, C, ...]`, in float64; `u [B, 1, ...]` if randomized."""
+        """Return the score of every class, `[B, C, ...]` in float64; `u` is `[B, 1, ...]` if randomized."""
         probs = probs.double()
         if self.name == "lac":
             return 1 - probs
@@ -89,9 +86,9 @@ class ConformalScore:
         return torch.empty_like(scores).scatter_(1, order, scores)
 
     def band(self, predictive: Predictive) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `low`, `high` and `reach` in float64, each of the mean's shape.
+        """Return `low`, `high` and `reach` in float64, each in the shape of the mean.
 
-        A value y has the score `max(low - y, y - high) / reach`; a score of 1 is `reach` outside of low and high.
+        A value y has the score `max(low - y, y - high) / reach`.
         """
         if self.name == "cqr":  # the widest interval between the predicted quantiles, not calibrated
             low, high = replace(predictive, calibration=None).interval()
@@ -103,13 +100,13 @@ class ConformalScore:
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """The scores of held-out data, and the sets and intervals computed from them."""
+    """Scores of held-out data, and the sets and intervals computed from them."""
 
     score: ConformalScore
     scores: Tensor
-    """The scores of all N held-out targets, in rising order, `[N]`, float64."""
+    """Scores of all N held-out targets in rising order, `[N]` in float64."""
     shares: Tensor
-    """The share of each target in its input, `[N]`: 1 if the input has one target."""
+    """Share of each target in its input, `[N]`: 1 if the input has one target."""
 
     @classmethod
     def fit(
@@ -121,14 +118,14 @@ class Conformal:
         ignore: int | None = None,
         seed: int | None = None,
     ) -> Self:
-        """Fit scores to predictions and targets of inputs that nothing else was fitted to.
+        """Compute the scores of held-out inputs that nothing else was fitted to.
 
         >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1]] * 9]).log())  # the same for 9 inputs
         >>> conformal = Conformal.fit(p, torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 2]), "aps")
         >>> conformal.set(p[0], 0.7), conformal.set(p[0], 0.8)  # the 7th score of 9 is 0, the 8th is 0.7
         (tensor([[ True, False, False]]), tensor([[ True,  True, False]]))
         """
-        score = _fitting(score, predictive.reading)
+        score = _score_of(score, predictive.reading)
         scores = conformal_scores(predictive, target, score, ignore=ignore, seed=seed)
         scores = scores.reshape(len(scores), -1)
         known = ~scores.isnan()
@@ -137,9 +134,9 @@ class Conformal:
         return cls(score, scores, shares[order])
 
     def threshold(self, level: float) -> float:
-        """Return the largest score that a target may have; infinity if there are too few data for `level`.
+        """Return the largest score that a target may have; infinity if there is not enough data for `level`.
 
-        It is the smallest score for which the inputs' shares of targets with scores up to it sum to `(n + 1) level`.
+        It is the smallest score at which the shares of all targets with scores up to it sum to `(n + 1) level`.
         """
         check_number("level", level, 0, above=True, below=1)
         inputs = round(float(self.shares.sum()))
@@ -148,14 +145,14 @@ class Conformal:
         return float(self.scores[reached][0]) if bool(reached.any()) else math.inf
 
     def set(self, predictive: Predictive, level: float, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return a boolean set `[B, C, ...]`; for values, `(low, high)`, each in the shape of `mean`."""
+        """Return a boolean set `[B, C, ...]`, or for values `(low, high)`, each in the shape of `mean`."""
         check_seed(seed)
         threshold = self.threshold(level)
         if predictive.reading.classes:
             probs = predictive.as_classes().probs
             u = _uniform(probs, seed, _FOR_SETS) if self.score.randomized else None
-            found = torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in _parts(probs, u)])
-            return found.movedim(1, predictive.reading.class_axis or 1)
+            inside = torch.cat([self.score.of_classes(*part) <= threshold + TIE for part in _parts(probs, u)])
+            return inside.movedim(1, predictive.reading.class_axis or 1)
         low, high, reach = self.score.band(predictive)
         # Infinity times a standard deviation of 0 would be NaN.
         by = threshold * reach if threshold < math.inf else torch.full_like(reach, math.inf)
@@ -173,16 +170,21 @@ def conformal_scores(
     ignore: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """Score how badly each target fits its prediction, in float64: `[B, ...]`, for values the shape of `mean`.
+    """Return scores of how badly targets fit their predictions, `[B, ...]` in float64; NaN for ignored targets.
 
-    Targets equal to `ignore` have a score of NaN. By default the score is the first of `Task.scores`: "aps", "absolute"
-    or, for gaussian predictions, "scaled". A `seed` is for randomized scores only.
+    Args:
+        predictive: Predictions of B inputs.
+        target: True classes or values.
+        score: Score or its name; by default the first of the task's.
+        ignore: Target to leave out.
+        seed: Seed of randomized scores.
 
-    >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]).log())
-    >>> conformal_scores(p, torch.tensor([0, 2]), "lac"), conformal_scores(p, torch.tensor([0, 2]), "aps")
-    (tensor([0.3000, 0.9000], dtype=torch.float64), tensor([0.0000, 0.9000], dtype=torch.float64))
+    Example:
+        >>> p = Predictive(torch.tensor([[[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]]).log())
+        >>> conformal_scores(p, torch.tensor([0, 2]), "lac"), conformal_scores(p, torch.tensor([0, 2]), "aps")
+        (tensor([0.3000, 0.9000], dtype=torch.float64), tensor([0.0000, 0.9000], dtype=torch.float64))
     """
-    score = _fitting(score, predictive.reading)
+    score = _score_of(score, predictive.reading)
     check_seed(seed)
     target = check_targets(predictive, target, ignore)
     if not predictive.reading.classes:
@@ -200,17 +202,17 @@ def conformal_scores(
 
 
 def check_targets(predictive: Predictive, target: Tensor, ignore: int | None = None) -> Tensor:
-    """Return targets on the predictions' device; raise a ValueError with the first bad index if they do not fit."""
+    """Return targets on the predictions' device, or raise ValueError with the first bad index."""
     if ignore is not None and not predictive.reading.classes:
-        raise ValueError(f"ignore={ignore!r} is a class, and the predictions are of task {predictive.task}")
+        raise ValueError(f"ignore must be None for predictions of task {predictive.task}, got {ignore!r}")
     from multitudes.metrics.declare import read_batch  # not needed to predict
 
     read_batch(predictive, target, ignore=ignore)
     return target.to(predictive.predictions.device)
 
 
-def _fitting(score: ConformalScore | str | None, task: Task) -> ConformalScore:
-    """Return the score by name or by default; raise an error unless it is one of the task's."""
+def _score_of(score: ConformalScore | str | None, task: Task) -> ConformalScore:
+    """Return a score by name or by default, or raise ValueError unless the task supports it."""
     if not isinstance(score, ConformalScore):
         score = ConformalScore(task.scores[0] if score is None else score)
     if score.name not in task.scores:
@@ -219,14 +221,14 @@ def _fitting(score: ConformalScore | str | None, task: Task) -> ConformalScore:
 
 
 def _parts(probs: Tensor, u: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Split probabilities `[B, C, ...]`, and their random numbers, into parts of several inputs."""
+    """Split probabilities `[B, C, ...]` and their random numbers into chunks."""
     step = max(1, _CHUNK * len(probs) // max(1, probs.numel()))
     parts = probs.split(step)
     return list(zip(parts, [None] * len(parts) if u is None else u.split(step), strict=True))
 
 
 def _uniform(probs: Tensor, seed: int | None, purpose: int) -> Tensor:
-    """Return a number between 0 and 1 for each prediction, `[B, 1, ...]`, the same on every device."""
+    """Draw uniform numbers in [0, 1], one per prediction, `[B, 1, ...]`, the same on every device."""
     generator = None if seed is None else torch.Generator().manual_seed(seed ^ purpose)
     return torch.rand(len(probs), 1, *probs.shape[2:], generator=generator, dtype=torch.float64).to(probs.device)
 
@@ -236,6 +238,6 @@ def _positive(reach: Tensor) -> Tensor:
         index = (reach <= 0).nonzero()[0].tolist()
         raise ValueError(
             f"score 'scaled' needs standard deviations above 0, got 0 at index {index}: "
-            "use members that differ, task='gaussian', or 'absolute'"
+            "use members that differ, task='gaussian', or score 'absolute'"
         )
     return reach

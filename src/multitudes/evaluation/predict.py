@@ -29,40 +29,41 @@ def predict(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Predictive:
-    """Predict all of `data` in batches; keep only the predictions, on the CPU.
+    """Predict a whole dataset in batches; store the predictions on the CPU.
 
     Args:
-        net: a multitude, calibrated or not, a stream, or a plain network; it stays on its device.
-        data: a tensor `[N, ...]`, one batch as a tuple `(x, y)` or a mapping, or an iterable of batches such as a
-            `DataLoader`. A batch is an input, or a tuple or list that starts with one; the rest are targets, which are
-            ignored. An input is a tensor, a mapping of keyword arguments (`"label"` and `"labels"` are dropped), or,
+        net: Multitude, calibrated or not, stream, or plain network; it stays on its device.
+        data: A tensor `[N, ...]`, one batch as a tuple `(x, y)` or a mapping, or an iterable of batches such as a
+            `DataLoader`. A batch is an input, or a tuple or list that starts with one and goes on with targets, which
+            are ignored. An input is a tensor, a mapping of keyword arguments (without `"label"` and `"labels"`), or,
             inside a batch, a tuple of positional arguments.
-        task: the meaning of the predictions (see `Predictive`); the network's own task by default.
-        batch_size: how many inputs of a tensor to run at a time, 256 by default.
-        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
-        device: the device for the inputs; by default that of the network's parameters.
-        options: passed to the network's own `predict`: `draws`, `seed`, `memory`, ... A seed gives each batch the same
-            draws.
+        task: Meaning of the predictions (see `Predictive`); by default the network's task.
+        batch_size: Number of rows of a tensor to run at a time, 256 by default.
+        progress: True to show progress on stderr; by default on a terminal, after two seconds.
+        device: Device for the inputs; by default that of the network's parameters.
+        options: Passed to the network's `predict`: `draws`, `seed`, `memory`, ... With a seed, all batches have the
+            same draws.
 
-    >>> class Doubtful(nn.Module):
-    ...     def predict(self, x):
-    ...         return Predictive(torch.stack([x, -x]))
-    >>> predict(Doubtful(), torch.randn(1000, 10))
-    Predictive(task='classification', members=2, inputs=1000, outputs=[10])
+    Example:
+        >>> class Doubtful(nn.Module):
+        ...     def predict(self, x):
+        ...         return Predictive(torch.stack([x, -x]))
+        >>> predict(Doubtful(), torch.randn(1000, 10))
+        Predictive(task='classification', members=2, inputs=1000, outputs=[10])
     """
     if task is not None:
         options["task"] = task
     if batch_size is not None and not isinstance(data, Tensor):
-        raise ValueError(f"batch_size cuts a tensor, and data is a {type(data).__name__} with its own batches")
+        raise ValueError(f"batch_size is only for tensors; data is a {type(data).__name__} with its own batches")
     if isinstance(data, tuple) and len(data) == 2 and _may_be_two_batches(*data):
         raise ValueError(
-            f"data must not be a tuple of two tensors of the same shape, {list(data[0].shape)}, which may be inputs "
-            "and targets or two batches: pass a list, [(x, y)] or [x_1, x_2]"
+            f"data is ambiguous: two tensors of shape {list(data[0].shape)} can be inputs and targets, or two batches; "
+            "pass a list, [(x, y)] or [x_1, x_2]"
         )
     rows = ROWS if batch_size is None else check_count("batch_size", batch_size)
     batches = data if isinstance(data, Iterator) else Batches(data, rows).batches
     if isinstance(data, Tensor) and len(data) > rows:
-        _check_cut(net, data[:2])
+        _check_splittable(net, data[:2])
     parts = [part.cpu() for part, _ in predictions(net, batches, progress, device, **options)]
     return Predictive.concat(parts)
 
@@ -76,13 +77,13 @@ def predictions(
     prepare: Callable[[Any, int], Input] | None = None,
     **options: Any,
 ) -> Iterator[tuple[Predictive, Tensor | None]]:
-    """Yield the predictions of each batch, on the network's own device, and the batch's targets.
+    """Yield the predictions of each batch, on the network's device, and the batch's targets.
 
-    `prepare(x, number of the batch)` returns the network's input instead of `x`, which is on its device.
+    `prepare(x, number of the batch)` maps `x`, already on the device, to the network's input.
     """
-    found = predictor(net)
-    if device is None and isinstance(found, nn.Module):
-        device = next((parameter.device for parameter in found.parameters()), None)
+    runner = predictor(net)
+    if device is None and isinstance(runner, nn.Module):
+        device = next((parameter.device for parameter in runner.parameters()), None)
     bar = ProgressBar(operator.length_hint(batches), progress)
     index = -1
     try:
@@ -90,29 +91,29 @@ def predictions(
             try:
                 x, y = split_batch(batch)
                 x = moved(x, device)
-                answer = predicted(found, x if prepare is None else prepare(x, index), **options)
+                predictive = predicted(runner, x if prepare is None else prepare(x, index), **options)
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
             bar.update(index + 1)
-            yield answer, y
+            yield predictive, y
     finally:
         bar.clear()
     if index < 0:
         raise ValueError("data must hold at least one batch, got none")
 
 
-def _check_cut(net: Any, few: Tensor) -> None:
-    """Raise an error if a tensor cannot be cut: the network's rows may interact, or not be inputs."""
-    found = predictor(net)
-    if not isinstance(found, Multitude):
+def _check_splittable(net: Any, x: Tensor) -> None:
+    """Raise ValueError if a tensor cannot be split: its rows interact in the network, or are not inputs."""
+    multitude = predictor(net)
+    if not isinstance(multitude, Multitude):
         return
-    few = moved(few, next((parameter.device for parameter in found.parameters()), None))
-    with evaluating(found), input_errors(few):
-        interact = rows_interact(found.network, found._predictions, few)
+    x = moved(x, next((parameter.device for parameter in multitude.parameters()), None))
+    with evaluating(multitude), input_errors(x):
+        interact = rows_interact(multitude.network, multitude._predictions, x)
     if interact:
         raise ValueError(
-            f"data is one tensor, which would be cut along its first dimension, and {type(found.network).__name__} "
-            "predicts its rows together, or has its batch elsewhere: pass a list of whole batches, [x]"
+            f"cannot split data along its first dimension: in {type(multitude.network).__name__} rows affect each "
+            "other, or the batch axis is another one; pass a list of whole batches, [x]"
         )
 
 

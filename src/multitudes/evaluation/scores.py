@@ -1,4 +1,4 @@
-"""The result of an evaluation: numbers by name, each with the count that it was computed over."""
+"""Result of an evaluation: numbers by name, each with the count that it was computed over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multitudes.base.sealed_files import replacing
 
 @dataclass(frozen=True)
 class Score:
-    """A number, and the count of inputs (or pixels) that it was computed over."""
+    """Number, and the count of inputs (or pixels) that it was computed over."""
 
     value: float
     count: int
@@ -27,15 +27,19 @@ class Evaluation(Mapping[str, float]):
 
     It prints as a table, and is stored as JSON: `result.save(path)`, `Evaluation.load(path)`.
 
-    >>> result = Evaluation({"accuracy": Score(0.93, 10000), "shift/fog/3/accuracy": Score(0.815, 10000)})
-    >>> result["accuracy"], result.counts["accuracy"]
-    (0.93, 10000)
-    >>> print(result)
-    score                  value  count
-    accuracy              0.9300  10000
-    shift/fog/3/accuracy  0.8150  10000
-    >>> dict(result.under("shift/fog"))
-    {'3/accuracy': 0.815}
+    Args:
+        scores: Scores with their counts.
+
+    Example:
+        >>> result = Evaluation({"accuracy": Score(0.93, 10000), "shift/fog/3/accuracy": Score(0.815, 10000)})
+        >>> result["accuracy"], result.counts["accuracy"]
+        (0.93, 10000)
+        >>> print(result)
+        score                  value  count
+        accuracy              0.9300  10000
+        shift/fog/3/accuracy  0.8150  10000
+        >>> dict(result.under("shift/fog"))
+        {'3/accuracy': 0.815}
     """
 
     def __init__(self, scores: Mapping[str, Score]) -> None:
@@ -55,7 +59,7 @@ class Evaluation(Mapping[str, float]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of inputs, or pixels, that each score was computed over."""
+        """Number of inputs or pixels that each score was computed over."""
         return {name: score.count for name, score in self.scores.items()}
 
     def under(self, prefix: str) -> Evaluation:
@@ -83,7 +87,7 @@ class Evaluation(Mapping[str, float]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Evaluation:
-        """Read a file of `save`."""
+        """Read a file written by `save`."""
         try:
             table = json.loads(Path(path).read_text())
             values = {name: math.nan if row["value"] is None else float(row["value"]) for name, row in table.items()}
@@ -93,7 +97,7 @@ class Evaluation(Mapping[str, float]):
 
 
 def plain_number(value: float) -> float | str | None:
-    """Return a number in JSON types, which lack NaN (null) and infinity (a string)."""
+    """Return a number in JSON types: None for NaN, a string for infinity."""
     if math.isnan(value):
         return None
     return value if math.isfinite(value) else str(value)

@@ -6,7 +6,7 @@
 - `Isotonic`: Zadrozny & Elkan, *Transforming Classifier Scores into Accurate Multiclass Probability Estimates* (2002).
 - `Variance`: Laves et al., *Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning* (2020).
 
-Each is fitted by `fit(predictive, target)` and changes either the predictions of the members or their mean.
+Each has a `fit(predictive, target)`, and changes either the members' predictions or their mean.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ LARGEST_TEMPERATURE = 100.0
 """Temperatures are between 1/100 and 100; the best one is 0 for perfect predictions, and infinity for random labels."""
 
 LEAST_LOG_PROB = -1e4
-"""Lower log-probabilities are raised to this before a scaling: excluded classes have one of -inf."""
+"""Log-probabilities are clamped to at least this before a scaling: those of excluded classes are -inf."""
 
 FLOOR = 1e-6
-"""The minimum of isotonic regression for a class, before the classes are normalised: a 0 would be final."""
+"""Minimum of a class's isotonic regression before normalisation, so that no probability is 0."""
 
 LEAST_FACTOR = 1e-12
-"""The minimum factor of a variance: if all targets equal their means, the best one is 0."""
+"""Minimum factor of a variance: if all targets equal their means, the best factor is 0."""
 
 _CHUNK = 2**22  # number of values processed at once in a fit, in float64
 
 
 class Scaling:
-    """A change of the members' predictions, or of the log of their mean probabilities; by default of neither.
+    """Change of the members' predictions, or of the log of their mean probabilities; by default of neither.
 
-    `fit` takes predictions `[S, N, C]` and classes `[N]` (for regression `[S, N, ...]` and `[N, ...]`) that were
-    checked before; the first `S / members` predictions belong to the first member.
+    `fit` takes checked predictions `[S, N, C]` and classes `[N]` (for regression `[S, N, ...]` and `[N, ...]`); the
+    first `S / members` predictions belong to the first member.
     """
 
     @classmethod
@@ -60,23 +60,23 @@ class Scaling:
         """Scale the log of the members' mean probabilities, `[B, C, ...]`."""
         return log_probs
 
-    def or_else(self, other: Self, predictive: Predictive, target: Tensor) -> Self:
-        """Return itself if it lowers the NLL by more than float32 rounding, otherwise the other scaling."""
+    def if_better(self, identity: Self, predictive: Predictive, target: Tensor) -> Self:
+        """Return self if it lowers the NLL by more than float32 rounding, otherwise `identity`."""
         before = -predictive.log_probs
         scaled = replace(predictive, predictions=self.predictions(predictive.predictions, predictive.reading))
         after = -self.log_probs(scaled.log_probs)
         gain = (before.double() - after.double()).gather(1, target[:, None]).mean()
         better = bool(gain > 1e-7 * before.gather(1, target[:, None]).double().mean())  # False for NaN
-        return self if better else other
+        return self if better else identity
 
 
 @dataclass(frozen=True, eq=False)
 class Temperature(Scaling):
     """One temperature T for the mean of the members: `softmax(log p / T)`. It changes no label.
 
-    >>> sure = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # says 88 %, and is right twice of 3
-    >>> scaling = Temperature.fit(sure, torch.tensor([0, 0, 1]))
-    >>> scaling.temperature, scaling.log_probs(sure.log_probs).exp()[0]
+    >>> p = Predictive(torch.tensor([[[2.0, 0.0], [2.0, 0.0], [2.0, 0.0]]]))  # 88 %, right in 2 of 3 cases
+    >>> scaling = Temperature.fit(p, torch.tensor([0, 0, 1]))
+    >>> scaling.temperature, scaling.log_probs(p.log_probs).exp()[0]
     (tensor(2.8854, dtype=torch.float64), tensor([0.6667, 0.3333]))
     """
 
@@ -85,10 +85,10 @@ class Temperature(Scaling):
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
-        """Return the T with the lowest NLL; 1 if no other is better. The NLL is convex in 1/T, so there is only one."""
-        # The mean acts as a single member with its log-probabilities as logits.
+        """Return the T with the lowest NLL, or 1 if it is not better. The NLL is convex in 1/T, so the T is unique."""
+        # The mean is one member whose logits are its log-probabilities.
         own = _temperatures(predictive.log_probs.unsqueeze(0), target, 1)[0]
-        return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
+        return cls(own).if_better(cls(torch.ones_like(own)), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and self.temperature == 1:
@@ -105,18 +105,18 @@ class MemberTemperature(Scaling):
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int) -> Self:
-        """Fit the T of all members together, by the NLL of their mean, from T = 1; 1 if no other is better.
+        """Fit the T of all members together by the NLL of their mean, starting at T = 1; keep 1 if not better.
 
-        Each member's own best T may make the mean worse: if calibrated members disagree, their mean is underconfident.
-        The result is a local minimum near the start; there may be others.
+        The best T of each member alone can make the mean worse: the mean of calibrated members that disagree is
+        underconfident. The result is a local minimum.
         """
         own = _temperatures(predictive.member_log_probs, target, members)
-        return cls(own).or_else(cls(torch.ones_like(own)), predictive, target)
+        return cls(own).if_better(cls(torch.ones_like(own)), predictive, target)
 
     def predictions(self, predictions: Tensor, task: Task) -> Tensor:
         members = len(self.temperature)
         if len(predictions) % members:
-            raise ValueError(f"predictions must be as many of each of the {members} members, got {len(predictions)}")
+            raise ValueError(f"number of predictions must be a multiple of {members} members, got {len(predictions)}")
         own = self.temperature.to(predictions).repeat_interleave(len(predictions) // members)
         return predictions / own.view(-1, *[1] * (predictions.ndim - 1))
 
@@ -132,10 +132,10 @@ class Vector(Scaling):
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
-        """Return the w and b with the lowest `N * NLL + (|w - 1|^2 + |b|^2) / 2`; w = 1, b = 0 if no other is better.
+        """Return the w and b with the lowest `N * NLL + (|w - 1|^2 + |b|^2) / 2`; w = 1, b = 0 if not better.
 
-        The penalty is one standard normal prior for all N targets together; without it, a class that is missing among
-        the targets would get a bias of -inf. It is 0 for w = 1, b = 0, so the NLL never rises.
+        The penalty is a standard normal prior. Without it, a class that is missing among the targets would get a bias
+        of -inf. It is 0 for w = 1, b = 0, so the NLL never rises.
         """
         log_probs = predictive.log_probs
         start = torch.zeros(2, log_probs.shape[1], dtype=torch.float64, device=log_probs.device)
@@ -146,7 +146,7 @@ class Vector(Scaling):
             for rows, own in _chunks(log_probs, target):
                 yield F.cross_entropy(at[0] * rows + at[1], own, reduction="sum") / len(target)
 
-        return cls(*_minimised(objective, start)).or_else(cls(*start), predictive, target)
+        return cls(*_minimize(objective, start)).if_better(cls(*start), predictive, target)
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         if not torch.compiler.is_exporting() and bool((self.weight == 1).all() and (self.bias == 0).all()):
@@ -158,15 +158,15 @@ class Vector(Scaling):
 
 @dataclass(frozen=True, eq=False)
 class Isotonic(Scaling):
-    """A rising function for each class's probability, linear between knots, at least 1e-6; then normalised.
+    """Rising function of each class's probability, linear between knots, at least 1e-6; then normalised.
 
-    It may change labels, and make classes equally probable that were not.
+    It may change labels and create ties.
     """
 
     knots: Tensor
     """Probabilities in rising order, `[C, K]`; a class with fewer than K repeats its last one."""
     heights: Tensor
-    """The values that replace them, `[C, K]`."""
+    """Values that replace them, `[C, K]`."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
@@ -177,25 +177,25 @@ class Isotonic(Scaling):
             fitted = regression(y_min=0, y_max=1, out_of_bounds="clip").fit(probs, (target.cpu() == number).double())
             knots.append(torch.from_numpy(fitted.X_thresholds_))
             heights.append(torch.from_numpy(fitted.y_thresholds_))
-        return cls(_side_by_side(knots), _side_by_side(heights))
+        return cls(_pad(knots), _pad(heights))
 
     def log_probs(self, log_probs: Tensor) -> Tensor:
         probs = log_probs.exp().double().movedim(1, 0)
         knots, heights = self.knots.to(probs.device), self.heights.to(probs.device)
-        risen = _interpolated(probs.flatten(1), knots, heights).view(probs.shape).movedim(0, 1).clamp(min=FLOOR)
-        return (risen / risen.sum(1, keepdim=True)).log().to(log_probs)
+        values = _interpolate(probs.flatten(1), knots, heights).view(probs.shape).movedim(0, 1).clamp(min=FLOOR)
+        return (values / values.sum(1, keepdim=True)).log().to(log_probs)
 
 
 @dataclass(frozen=True, eq=False)
 class Variance(Scaling):
     """One factor for all predicted variances: stretch the members' mixture about its mean.
 
-    Members move `sqrt(factor)` times as far from their mean, and each predicts `factor` times its variance. So the mean
-    stays, and `epistemic_variance`, `aleatoric_variance` and `variance` are multiplied by the factor.
+    Members' distances from their mean are multiplied by `sqrt(factor)`, their variances by `factor`. So the mean does
+    not change, and `epistemic_variance`, `aleatoric_variance` and `variance` are multiplied by the factor.
     """
 
     factor: Tensor
-    """The factor, `[]`: above 1 if the predictions were overconfident."""
+    """Scalar, above 1 if the predictions were overconfident."""
 
     @classmethod
     def fit(cls, predictive: Predictive, target: Tensor, members: int = 1) -> Self:
@@ -241,7 +241,7 @@ def _temperatures(logits: Tensor, target: Tensor, members: int) -> Tensor:
             log_probs = F.log_softmax(rows / own, 2).logsumexp(0) - math.log(len(logits))
             yield F.nll_loss(log_probs, classes, reduction="sum") / len(target)
 
-    return bounded(_minimised(objective, torch.zeros(members, dtype=torch.float64, device=logits.device)))
+    return bounded(_minimize(objective, torch.zeros(members, dtype=torch.float64, device=logits.device)))
 
 
 # Fitting ------------------------------------------------------------------------------------------------
@@ -256,10 +256,10 @@ def _chunks(values: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -> Tensor:
-    """Minimise the sum of the parts of an objective by L-BFGS from `start`; return the minimum's place.
+def _minimize(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -> Tensor:
+    """Minimize the sum of the parts of an objective by L-BFGS from `start`.
 
-    The backward pass runs on one part at a time, so that only one is in memory: parts must not share a graph.
+    The backward pass runs on one part at a time to save memory, so parts must not share a graph.
     """
     at = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
@@ -278,13 +278,13 @@ def _minimised(objective: Callable[[Tensor], Iterable[Tensor]], start: Tensor) -
     return at.detach()
 
 
-def _side_by_side(rows: list[Tensor]) -> Tensor:
-    """Pad rows of several lengths to one tensor; shorter ones repeat their last value."""
+def _pad(rows: list[Tensor]) -> Tensor:
+    """Stack rows of several lengths; shorter ones repeat their last value."""
     longest = max(len(row) for row in rows)
     return torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
 
 
-def _interpolated(x: Tensor, knots: Tensor, heights: Tensor) -> Tensor:
+def _interpolate(x: Tensor, knots: Tensor, heights: Tensor) -> Tensor:
     """Evaluate piecewise linear functions, one per row of `[C, K]`, at the points in the rows of `x`, `[C, N]`."""
     right = torch.searchsorted(knots, x.contiguous()).clamp(1, knots.shape[1] - 1)  # 0 if there is one knot
     left = (right - 1).clamp(min=0)

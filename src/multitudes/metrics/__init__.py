@@ -9,12 +9,12 @@ every metric. A module's `__all__` lists its public names besides the metrics.
 
 from typing import Any
 
-from multitudes.metrics.declare import offered
+from multitudes.metrics.declare import discover
 
-_offered = offered(__name__, __path__)
-globals().update(_offered)
-__all__ = sorted(_offered)
+_public = discover(__name__, __path__)
+globals().update(_public)
+__all__ = sorted(_public)
 
 
-def __getattr__(name: str) -> Any:  # for type checkers: there are more names than they find
+def __getattr__(name: str) -> Any:  # for type checkers, which do not find the discovered names
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ of Modern Neural Networks*, 2017):
 
 `min_count` drops bins with fewer rows, but n remains the number of all rows, so dropping never raises the ECE. Chang et
 al. (*Ensemble Model Patching*, appendix D.2) use `bins=20, min_count=6`. If no bin is left, the result is NaN.
-torchmetrics closes bins on the left, has a separate bin for confidence 1, and stores every confidence.
+torchmetrics differs: it closes bins on the left, has a separate bin for confidence 1, and stores every confidence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.class_inputs import Rows
-from multitudes.metrics.declare import BY_CLASS, LOWER, NEITHER, ZERO, Count, metric
-from multitudes.metrics.streaming import total_of
+from multitudes.metrics.declare import BY_CLASS, LOWER, NEITHER, ZERO, Count, metric, total_of
 
 __all__ = ["Reliability"]
 
@@ -37,13 +36,13 @@ def _bin_of(values: Tensor, bins: int) -> Tensor:
 
 
 def _sums(index: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Rows `[N]` with their bins -> counts, sums of `correct`, and sums of `confidence`, `[3, bins]`."""
+    """Return the number of rows, the sum of `correct` and the sum of `confidence` of each bin, `[3, bins]`."""
     values = torch.stack([torch.ones_like(confidence), correct.to(confidence), confidence]).double()
     return values.new_zeros(3, bins).scatter_add_(1, index.expand(3, -1), values)
 
 
 def _binned(rows: Rows, bins: int) -> Tensor:
-    """Rows -> count, number correct, and sum of confidences of each bin, `[3, bins]`."""
+    """Return the number of rows, of correct rows, and the sum of confidences of each bin, `[3, bins]`."""
     return _sums(_bin_of(rows.confidence, bins), rows.confidence, rows.correct, bins)
 
 
@@ -57,14 +56,14 @@ def _gaps(sums: Tensor) -> Tensor:
 
 
 def _expected(sums: Tensor, min_count: Count = 1) -> Tensor:
-    """Sums `[3, bins]` -> ECE, a float64 scalar; NaN if no bin has `min_count` rows."""
+    """Map sums `[3, bins]` to the ECE; NaN if no bin has `min_count` rows."""
     kept = sums[0] >= min_count
     error = torch.where(kept, sums[0] * _gaps(sums), 0).sum() / sums[0].sum()
     return torch.where(kept.any(), error, torch.nan)
 
 
 def _maximum(sums: Tensor, min_count: Count = 1) -> Tensor:
-    """Sums `[3, bins]` -> MCE, a float64 scalar; NaN if no bin has `min_count` rows."""
+    """Map sums `[3, bins]` to the MCE; NaN if no bin has `min_count` rows."""
     kept = sums[0] >= min_count
     error = torch.where(kept, _gaps(sums), 0).amax()
     return torch.where(kept.any(), error, torch.nan)
@@ -72,7 +71,11 @@ def _maximum(sums: Tensor, min_count: Count = 1) -> Tensor:
 
 @metric("ECE", _expected, better=LOWER, shape=(3, "bins"), group="calibration", shifted=True)
 def ece(rows: Rows, bins: Count = 15) -> Tensor:
-    """Expected calibration error of `[B, C, ...]`: mean gap between confidence and accuracy within bins.
+    """Expected calibration error: mean gap between confidence and accuracy within bins.
+
+    Args:
+        bins: Number of bins of confidence.
+        min_count: Minimum number of rows for a bin to count.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
     >>> round(float(ece(p, torch.tensor([0, 0, 1, 0]))), 4)  # (2 |1 - 0.9| + 2 |0.5 - 0.6|) / 4
@@ -83,7 +86,11 @@ def ece(rows: Rows, bins: Count = 15) -> Tensor:
 
 @metric("MCE", _maximum, better=LOWER, shape=(3, "bins"), group="calibration")
 def mce(rows: Rows, bins: Count = 15) -> Tensor:
-    """Maximum calibration error of `[B, C, ...]`: largest gap between confidence and accuracy in any bin.
+    """Maximum calibration error: largest gap between confidence and accuracy in any bin.
+
+    Args:
+        bins: Number of bins of confidence.
+        min_count: Minimum number of rows for a bin to count.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
     >>> round(float(mce(p, torch.tensor([0, 0, 0]))), 4), round(float(mce(p, torch.tensor([0, 0, 0]), min_count=2)), 4)
@@ -108,16 +115,15 @@ class Reliability:
     def __repr__(self) -> str:
         lines = ["    bin            count  accuracy  confidence"]
         low, *high = self.edges.tolist()
-        for end, count, right, sure in zip(
-            high, self.count.tolist(), self.accuracy.tolist(), self.confidence.tolist(), strict=True
-        ):
-            lines.append(f"({low:.4f}, {end:.4f}] {count:7d}    {right:6.4f}      {sure:6.4f}")
+        columns = (self.count.tolist(), self.accuracy.tolist(), self.confidence.tolist())
+        for end, count, accuracy, confidence in zip(high, *columns, strict=True):
+            lines.append(f"({low:.4f}, {end:.4f}] {count:7d}    {accuracy:6.4f}      {confidence:6.4f}")
             low = end
         return "\n".join(lines)
 
 
 def _diagram(sums: Tensor) -> Reliability:
-    """Sums `[3, bins]` -> data of the diagram."""
+    """Map sums `[3, bins]` to the data of the diagram."""
     count, correct, confidence = sums
     edges = bin_edges(sums.shape[1]).to(sums.device)
     return Reliability(edges, count.long(), correct / count, confidence / count)
@@ -125,7 +131,10 @@ def _diagram(sums: Tensor) -> Reliability:
 
 @metric("ReliabilityDiagram", _diagram, better=NEITHER, shape=(3, "bins"))
 def reliability(rows: Rows, bins: Count = 15) -> Tensor:
-    """Accuracy, mean confidence and count for each bin of confidence, of `[B, C, ...]`.
+    """Accuracy, mean confidence and count for each bin of confidence.
+
+    Args:
+        bins: Number of bins of confidence.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
     >>> reliability(p, torch.tensor([0, 0, 0]), bins=4)
@@ -143,7 +152,7 @@ def reliability(rows: Rows, bins: Count = 15) -> Tensor:
 
 @metric("Overconfidence", better=ZERO, group="calibration")
 def overconfidence(rows: Rows) -> Tensor:
-    """Mean confidence minus accuracy of `[B, C, ...]`: above 0 is overconfident, below 0 underconfident.
+    """Mean confidence minus accuracy: above 0 is overconfident, below 0 underconfident.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.7, 0.3]])
     >>> [round(float(overconfidence(p, torch.tensor(y))), 4) for y in ([0, 1], [0, 0])]
@@ -156,17 +165,20 @@ def overconfidence(rows: Rows) -> Tensor:
 
 
 def _classwise(sums: Tensor) -> Tensor:
-    """Sums `[3, C, bins]` -> mean over classes of the ECE, a float64 scalar; NaN without rows."""
+    """Map sums `[3, C, bins]` to the mean ECE over classes; NaN without rows."""
     count, correct, confidence = sums
     return ((correct - confidence).abs().sum(1) / count.sum(1)).mean()
 
 
 @metric("ClasswiseECE", _classwise, better=LOWER, kind=BY_CLASS, shape=(3, "classes", "bins"), group="calibration")
 def classwise_ece(rows: Rows, bins: Count = 15) -> Tensor:
-    """Mean over classes c of the ECE of the predictions "class c or not" on `[B, C, ...]`.
+    """Mean over classes c of the ECE of the predictions "class c or not"; uses all probabilities.
 
     `1/C sum_c sum_k |B_kc| / n |share of y = c in B_kc - mean p_c in B_kc|`, with the bins `B_kc` of `p_c`
-    (Kull et al., *Beyond Temperature Scaling*, 2019). It uses all probabilities, not only the largest.
+    (Kull et al., *Beyond Temperature Scaling*, 2019).
+
+    Args:
+        bins: Number of bins of each class's probability.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
     >>> round(float(classwise_ece(p, torch.tensor([0, 0, 1, 0]))), 4)
@@ -186,7 +198,7 @@ def classwise_ece(rows: Rows, bins: Count = 15) -> Tensor:
 
 
 def _adaptive(pairs: Tensor, bins: Count = 15) -> Tensor:
-    """Confidence and correctness of all rows, `[N, 2]` -> ECE, a float64 scalar; NaN without rows."""
+    """Map confidence and correctness of all rows, `[N, 2]`, to the ECE; NaN without rows."""
     confidence, correct = pairs.T.contiguous()
     if not len(pairs):
         return pairs.new_tensor(torch.nan, dtype=torch.float64)
@@ -198,10 +210,13 @@ def _adaptive(pairs: Tensor, bins: Count = 15) -> Tensor:
 
 @metric("AdaptiveECE", _adaptive, better=LOWER, kept=2, group="calibration")
 def adaptive_ece(rows: Rows) -> Tensor:
-    """ECE of `[B, C, ...]` with bins of equal mass (Nguyen & O'Connor, 2015; Nixon et al., 2019).
+    """ECE with bins of equal mass (Nguyen & O'Connor, 2015; Nixon et al., 2019).
 
     The edges are the `k/bins` quantiles of the confidences. Equal confidences share a bin, so the order of rows
     does not matter. Bins may then be uneven or empty.
+
+    Args:
+        bins: Number of bins of confidence.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])
     >>> round(float(adaptive_ece(p, torch.tensor([0, 0, 1, 0]), bins=2)), 4)  # (2 |1 - 0.85| + 2 |0.5 - 0.65|) / 4

@@ -1,6 +1,6 @@
 """Inputs of classification metrics: predictions and classes, checked and arranged in rows.
 
-All input formats are handled in `read_rows`; for regression, in `regression_inputs.py`.
+`read_rows` handles all input formats. `regression_inputs.py` does the same for regression.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class Rows:
     def members(self, metric: str) -> Predictive:
         """Return `predictive`, or raise an error that `metric` needs it."""
         if self.predictive is None:
-            raise ValueError(
-                f"prediction must be a Predictive, since {metric} looks at each member, got only probabilities"
-            )
+            raise ValueError(f"{metric} needs the members' predictions: pass a Predictive, got only probabilities")
         return self.predictive
 
 
@@ -100,33 +98,34 @@ Prediction = Predictive | Tensor | Rows
 def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
     """Check predictions and classes, and arrange them in rows.
 
-    - `prediction`: a `Predictive` of classes, logits `[S, B, C, ...]`, or a tensor of probabilities
-      `[B, C, ...]` that sum to 1 over the classes (within 1e-4, or the rounding error of half precision).
-    - `target`: the true classes, integers `[B, ...]`. Rows whose target is `ignore` are left out.
+    Each input, pixel, token or label is a row. Binary predictions and labels have the two classes no and yes. For a
+    causal language model, position t has the target of t + 1.
 
-    For tokens, each is a row, and targets of -100 are also left out; for a causal language model, position t has the
-    target of t + 1. A binary prediction is a row of the two classes no and yes, and so is each label of "multilabel".
+    Args:
+        prediction: `Predictive` of classes, logits `[S, B, C, ...]`, or probabilities `[B, C, ...]` that sum to 1
+            over the classes (within 1e-4, or the rounding error of half precision), or `Rows`.
+        target: True classes, integers `[B, ...]`; None for `Rows`.
+        ignore: Target of the rows to leave out. Tokens with target -100 are always left out.
 
-    `Rows` are passed without a target and returned unchanged, except for `ignore`. Invalid input raises a ValueError
-    with the first bad value and its index.
+    Raises:
+        ValueError: For invalid input, with the first bad value and its index.
 
-    >>> images = torch.tensor([[[0.5, 0.9]], [[0.5, 0.1]]]).transpose(0, 1)  # [1, 2, 2]: two pixels, two classes
-    >>> rows = read_rows(images, torch.tensor([[1, 255]]), ignore=255)
-    >>> rows, rows.probs, rows.target
-    (Rows(rows=1, classes=2, members=None), tensor([[0.5000, 0.5000]]), tensor([1]))
+    Example:
+        >>> images = torch.tensor([[[0.5, 0.9]], [[0.5, 0.1]]]).transpose(0, 1)  # [1, 2, 2]: two pixels, two classes
+        >>> rows = read_rows(images, torch.tensor([[1, 255]]), ignore=255)
+        >>> rows, rows.probs, rows.target
+        (Rows(rows=1, classes=2, members=None), tensor([[0.5000, 0.5000]]), tensor([1]))
     """
     check_ignore("ignore", ignore)
     if isinstance(prediction, Rows):
         if target is not None:
-            raise ValueError(f"target must be left out where prediction is {prediction!r}, which has its targets")
+            raise ValueError(f"target must be None if prediction is {prediction!r}, which has targets already")
         return _without(prediction, ignore)
     task, several, ignored = "classification", False, [] if ignore is None else [ignore]
     if isinstance(prediction, Predictive):
         if not prediction.reading.classes:
             *others, last = (name for name, each in TASKS.items() if each.classes)
-            raise ValueError(
-                f"prediction must be of task {', '.join(others)} or {last}, got a Predictive of task {prediction.task}"
-            )
+            raise ValueError(f"prediction must be of task {', '.join(others)} or {last}, got task {prediction.task}")
         task = prediction.task
         ignored += [] if prediction.reading.ignored is None else [prediction.reading.ignored]
         several = prediction.reading.several_labels
@@ -158,13 +157,16 @@ def read_rows(prediction: Prediction, target: Tensor | None = None, ignore: Igno
 
 
 def read_without_target(prediction: Prediction, target: Tensor | None = None, ignore: Ignore = None) -> Rows:
-    """Read rows for metrics that need no classes: `target` is optional, and only determines the rows to `ignore`.
+    """Read rows for metrics that need no true classes. Without a target, all classes are set to 0 and never used.
 
-    Without a target, all classes are set to 0 and never used.
+    Args:
+        prediction: `Predictive` of classes, logits `[S, B, C, ...]`, or probabilities `[B, C, ...]`, or `Rows`.
+        target: True classes `[B, ...]`, only needed for `ignore`.
+        ignore: Target of the rows to leave out.
     """
     if target is None and isinstance(prediction, (Predictive, Tensor)):
         if ignore is not None:
-            raise ValueError(f"target must be given where ignore={ignore} leaves rows out, got None")
+            raise ValueError(f"target is needed to find the rows that ignore={ignore} leaves out, got None")
         target = torch.zeros(places(prediction), dtype=torch.long)
         if isinstance(prediction, Predictive):
             prediction = replace(prediction, next_tokens=False)  # every position counts
@@ -183,8 +185,10 @@ def places(prediction: Prediction) -> torch.Size:
 
 def _without(rows: Rows, ignore: int | None) -> Rows:
     """Remove the rows whose target is `ignore`. Return the same object if there are none."""
-    kept = rows.target != ignore if ignore is not None else None
-    return rows if kept is None or bool(kept.all()) else rows[kept]
+    if ignore is None:
+        return rows
+    kept = rows.target != ignore
+    return rows if bool(kept.all()) else rows[kept]
 
 
 # Checks -------------------------------------------------------------------------------------------------
@@ -244,7 +248,7 @@ def _check_target(target: Tensor | None, shape: list[int], classes: int, ignored
         bad &= target != label
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()
-        other = f" or be {' or '.join(map(str, ignored))}, which is ignored" if ignored else ""
+        other = f", or be the ignored {' or '.join(map(str, ignored))}" if ignored else ""
         raise ValueError(
             f"target must lie within 0 and {classes - 1}{other}, got {int(target[tuple(index)])} at index {index}"
         )

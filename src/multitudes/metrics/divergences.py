@@ -1,7 +1,8 @@
 """KL and Jensen-Shannon divergences between members' probabilities, in nats.
 
 Fort et al., *Deep Ensembles: A Loss Landscape Perspective*, 2019. All are means over rows and over pairs of different
-members; `pairwise_*` are matrices `[S, S]`. A single member has divergence 0. `target` is optional.
+members; `pairwise_*` are matrices `[S, S]`. A single member has divergence 0. `target` is optional: it only serves
+`ignore`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.metrics.class_inputs import Rows
-from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
+from multitudes.metrics.declare import NEITHER, TARGETLESS, counted, metric
 from multitudes.metrics.diversity import over_pairs
-from multitudes.metrics.streaming import counted
 from multitudes.tasks.predictive import Predictive
 
 _CHUNK = 2**20  # float64 numbers to process at a time
@@ -52,14 +52,14 @@ def _js(rows: Rows, metric: str) -> Tensor:
         entropy = -torch.xlogy(p, p).sum((1, 2))
         for i in range(len(p)):
             mean = (p[i] + p[i:]) / 2
-            apart = -torch.xlogy(mean, mean).sum((1, 2)) - (entropy[i] + entropy[i:]) / 2
-            total[i, i:] += apart.clamp(min=0)
+            divergence = -torch.xlogy(mean, mean).sum((1, 2)) - (entropy[i] + entropy[i:]) / 2
+            total[i, i:] += divergence.clamp(min=0)
     return total + total.triu(1).T
 
 
 @metric("PairwiseKL", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_kl(rows: Rows) -> Tensor:
-    """`KL(p_i || p_j) = sum_c p_ic log(p_ic / p_jc)`, mean over rows, with rows i and columns j, `[S, S]`.
+    """KL divergence of each pair of members, `sum_c p_ic log(p_ic / p_jc)`, mean over rows, at `[i, j]` of `[S, S]`.
 
     It is exact even if probabilities underflow, and infinite only if a logit is.
 
@@ -73,7 +73,7 @@ def pairwise_kl(rows: Rows) -> Tensor:
 
 @metric("PairwiseJS", better=NEITHER, kind=TARGETLESS, shape=(2, "members", "members"))
 def pairwise_js(rows: Rows) -> Tensor:
-    """Jensen-Shannon divergence `H((p_i + p_j) / 2) - (H(p_i) + H(p_j)) / 2`, mean over rows, `[S, S]`.
+    """JS divergence of each pair, `H((p_i + p_j) / 2) - (H(p_i) + H(p_j)) / 2`, mean over rows, `[S, S]`.
 
     >>> p = Predictive(torch.tensor([[[0.0, 99.0]], [[99.0, 0.0]]]))
     >>> pairwise_js(p)  # at most log 2
@@ -85,7 +85,7 @@ def pairwise_js(rows: Rows) -> Tensor:
 
 @metric("KLDivergence", better=NEITHER, kind=TARGETLESS)
 def kl_divergence(rows: Rows) -> Tensor:
-    """`KL(p_i || p_j)`, mean over rows and over both orders of every pair of members: see `pairwise_kl`."""
+    """KL divergence, mean over rows and over both orders of every pair of members: see `pairwise_kl`."""
     return counted(over_pairs(_kl(rows, "kl_divergence")), len(rows))
 
 
@@ -97,10 +97,10 @@ def js_divergence(rows: Rows) -> Tensor:
 
 @metric("EnsembleJS", better=NEITHER, kind=TARGETLESS, group="diversity")
 def ensemble_js(rows: Rows) -> Tensor:
-    """`H(mean) - mean H = 1/S sum_s KL(p_s || mean)`, mean over rows: the JS divergence of all members at once.
+    """JS divergence of all members at once, `H(mean) - mean H = 1/S sum_s KL(p_s || mean)`, mean over rows.
 
-    It is the mean of `Predictive.mutual_information`. Fort et al. print the sum over members, but their code takes the
-    mean, as here.
+    It is the mean of `Predictive.mutual_information`. The equation of Fort et al. has a sum over members; their code
+    computes the mean, as here.
 
     >>> p = Predictive(torch.tensor([[[0.0, 99.0, 0.0]], [[99.0, 0.0, 0.0]], [[0.0, 0.0, 99.0]]]))
     >>> round(float(ensemble_js(p)), 4)  # log 3

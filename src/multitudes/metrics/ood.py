@@ -2,7 +2,7 @@
 
 The uncertainties of `uncertainties.py` are higher for predictions that look out-of-distribution. Each distinct value is
 a threshold, and the measures equal scikit-learn's `roc_auc_score` and `average_precision_score`. torchmetrics maps
-scores to [0, 1] by a float32 sigmoid, which makes large ones equal; the counts here are exact.
+scores to [0, 1] by a float32 sigmoid, which rounds large scores to equal values; the counts here are exact.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from multitudes.base.checks import check_number
 from multitudes.metrics.class_inputs import Prediction, Rows, check_mask, kind_of, places, read_without_target
-from multitudes.metrics.declare import HIGHER, LOWER, ranked
-from multitudes.metrics.streaming import StreamingMetric
+from multitudes.metrics.declare import HIGHER, LOWER, StreamingMetric, ranked
 from multitudes.metrics.uncertainties import OF_PROBABILITIES, UNCERTAINTIES, has_logits
 
 __all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "fpr_at_recall"]
@@ -27,36 +26,58 @@ __all__ = ["Detection", "OODDetection", "OODTable", "aupr", "auroc", "detect", "
 
 @ranked(HIGHER)
 def auroc(scores: Tensor, positive: Tensor) -> Tensor:
-    """Probability that a positive has a higher score than a negative; ties count one half.
+    """Return the probability that a positive has a higher score than a negative; ties count one half.
 
-    For all three measures `scores [N]` are higher for positives, and `positive [N]` is boolean. The result is a float64
-    scalar on the scores' device, NaN unless there are positives and negatives.
+    Args:
+        scores: Scores `[N]`, higher for positives.
+        positive: Booleans `[N]`.
 
-    >>> float(auroc(torch.tensor([0.1, 0.3, 0.3, 0.9]), torch.tensor([False, False, True, True])))  # (3 + 1/2) / 4
-    0.875
+    Returns:
+        Float64 scalar on the device of the scores; NaN unless there are positives and negatives.
+
+    Example:
+        >>> float(auroc(torch.tensor([0.1, 0.3, 0.3, 0.9]), torch.tensor([False, False, True, True])))  # (3 + 1/2) / 4
+        0.875
     """
     return _auroc(*_counts(*_checked(scores, positive)))
 
 
 @ranked(HIGHER)
 def aupr(scores: Tensor, positive: Tensor) -> Tensor:
-    """Average precision, `sum_k (R_k - R_k-1) P_k` over the distinct scores from the highest, as in scikit-learn.
+    """Return the average precision, `sum_k (R_k - R_k-1) P_k` over the distinct scores from the highest.
 
-    Precision `P_k` and recall `R_k` are for calling everything positive that scores at least the k-th value. There is
-    no interpolation between thresholds, which would be too optimistic (Davis & Goadrich, 2006).
+    Precision `P_k` and recall `R_k` use the k-th score as threshold. There is no interpolation between thresholds,
+    which would be too optimistic (Davis & Goadrich, 2006).
 
-    >>> float(aupr(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))  # (1 + 2/3) / 2
-    0.8333333333333333
+    Args:
+        scores: Scores `[N]`, higher for positives.
+        positive: Booleans `[N]`.
+
+    Returns:
+        Float64 scalar on the device of the scores; NaN unless there are positives and negatives.
+
+    Example:
+        >>> float(aupr(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))  # (1 + 2/3) / 2
+        0.8333333333333333
     """
     return _aupr(*_counts(*_checked(scores, positive)))
 
 
 @ranked(LOWER, "fpr95")
 def fpr_at_recall(scores: Tensor, positive: Tensor, recall: float = 0.95) -> Tensor:
-    """Smallest false-positive rate of a threshold that finds at least the share `recall` of the positives.
+    """Return the smallest false-positive rate of a threshold with at least this recall.
 
-    >>> float(fpr_at_recall(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))
-    0.5
+    Args:
+        scores: Scores `[N]`, higher for positives.
+        positive: Booleans `[N]`.
+        recall: Share of the positives that the threshold must find.
+
+    Returns:
+        Float64 scalar on the device of the scores; NaN unless there are positives and negatives.
+
+    Example:
+        >>> float(fpr_at_recall(torch.tensor([0.1, 0.3, 0.5, 0.9]), torch.tensor([False, True, False, True])))
+        0.5
     """
     check_number("recall", recall, 0, 1, above=True)
     return _fpr(*_counts(*_checked(scores, positive)), recall)
@@ -74,21 +95,22 @@ def _counts(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 def _auroc(true: Tensor, false: Tensor) -> Tensor:
     twice = ((true[1:] + true[:-1]) * false.diff()).sum()  # trapezoids, in integers
-    return _of_both(twice.double() / (2 * true[-1] * false[-1]), true, false)
+    return _or_nan(twice.double() / (2 * true[-1] * false[-1]), true, false)
 
 
 def _aupr(true: Tensor, false: Tensor) -> Tensor:
     precision = true[1:].double() / (true + false)[1:]
-    return _of_both((true.diff() * precision).sum() / true[-1], true, false)
+    return _or_nan((true.diff() * precision).sum() / true[-1], true, false)
 
 
 def _fpr(true: Tensor, false: Tensor, recall: float) -> Tensor:
     # The quotient rounds like the literal: 19 of 20 is 0.95.
     enough = true.double() / true[-1] >= recall
-    return _of_both(torch.where(enough, false.double() / false[-1], torch.inf).amin(), true, false)
+    return _or_nan(torch.where(enough, false.double() / false[-1], torch.inf).amin(), true, false)
 
 
-def _of_both(measure: Tensor, true: Tensor, false: Tensor) -> Tensor:
+def _or_nan(measure: Tensor, true: Tensor, false: Tensor) -> Tensor:
+    """Return the measure, or NaN unless there are positives and negatives."""
     return torch.where((true[-1] > 0) & (false[-1] > 0), measure, torch.nan)
 
 
@@ -105,7 +127,7 @@ def _checked(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Detection(NamedTuple):
-    """Scores of one uncertainty at separating outside from inside; NaN if one of them was empty."""
+    """Measures of one uncertainty at separating outside from inside; NaN if one of them was empty."""
 
     auroc: float
     aupr: float
@@ -113,9 +135,9 @@ class Detection(NamedTuple):
 
 
 class OODTable:
-    """A `Detection` for each uncertainty: `table["entropy"].auroc`."""
+    """Mapping from uncertainties to their `Detection`: `table["entropy"].auroc`."""
 
-    # Not a dataclass or Mapping: torchmetrics would rebuild it.
+    # Neither a dataclass nor a Mapping: torchmetrics would rebuild it.
     def __init__(self, detections: dict[str, Detection], inside: int, outside: int, positive: str, recall: float):
         self._detections = detections
         self.inside = inside
@@ -148,10 +170,10 @@ class OODTable:
 
 
 def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[str] | None = None) -> Tensor:
-    """Return whether each row is outside, and its score by each uncertainty, `[N, 1 + uncertainties]`.
+    """Return 1 for outside and the scores by each uncertainty for each row, `[N, 1 + uncertainties]`.
 
-    `None` means all uncertainties, with NaN for those that plain probabilities lack. The labels of one input are one
-    row, with the mean of their scores.
+    `uncertainties=None` computes all, with NaN for those that need members if there are none. Several labels of one
+    input become one row with the mean of their scores.
     """
     columns = []
     for name in UNCERTAINTIES if uncertainties is None else uncertainties:
@@ -167,7 +189,7 @@ def detect_update(rows: Rows, outside: bool | Tensor, uncertainties: Sequence[st
 
 
 def _by_input(scores: Tensor, rows: Rows) -> Tensor:
-    """Return scores of rows `[N]`, or with several labels, their means over the labels of each input or pixel."""
+    """Average scores of rows `[N]` over the labels of each input or pixel, if there are several."""
     if rows.column is None or not len(scores):
         return scores
     labels = int(rows.column.max()) + 1
@@ -178,7 +200,7 @@ def _by_input(scores: Tensor, rows: Rows) -> Tensor:
 def detect_compute(
     table: Tensor, uncertainties: Sequence[str] | None = None, positive: str = "out", recall: float = 0.95
 ) -> OODTable:
-    """Compute how well each uncertainty separates outside from inside, from all rows of `detect_update`."""
+    """Measure how well each uncertainty separates outside from inside, from all rows of `detect_update`."""
     outside, detections = table[:, 0] == 1, {}
     for name, scores in zip(UNCERTAINTIES if uncertainties is None else uncertainties, table[:, 1:].T, strict=True):
         if uncertainties is None and bool(scores.isnan().any()):
@@ -195,27 +217,29 @@ def detect(
     positive: str = "out",
     recall: float = 0.95,
 ) -> OODTable:
-    """Separate predictions for inputs inside and outside of the distribution, by each uncertainty.
+    """Measure how well uncertainties separate predictions inside and outside of the distribution.
 
-    - `inside`, `outside`: a `Predictive` of classes or probabilities, `[B, C, ...]` and `[B', C, ...]`. Each pixel of
-      dense predictions and each token counts once; with several labels, each input does.
-    - `uncertainties`: names in `UNCERTAINTIES`; by default all, or `max_probability` and `entropy` for plain
-      probabilities.
-    - `positive`: the positive class of AUPR and FPR, "out" or "in".
-    - `recall`: the share of positives that the threshold of the FPR must find.
+    Args:
+        inside: `Predictive` of classes or probabilities `[B, C, ...]`. Each pixel and each token counts once; with
+            several labels, each input does.
+        outside: The same for out-of-distribution inputs.
+        uncertainties: Names in `UNCERTAINTIES`; by default all that the predictions support.
+        positive: Positive class of AUPR and FPR, "out" or "in".
+        recall: Share of the positives that the threshold of the FPR must find.
 
-    >>> from multitudes import Predictive
-    >>> known = Predictive(torch.tensor([[[5.0, 0.0], [4.0, 0.0]], [[6.0, 0.0], [0.0, 1.0]]]))
-    >>> new = Predictive(torch.tensor([[[1.0, 0.0], [0.0, 9.0]], [[0.0, 1.0], [7.0, 0.0]]]))
-    >>> table = detect(known, new, uncertainties=["entropy", "disagreement", "energy"])
-    >>> table
-                   auroc    aupr   fpr95
-    entropy       1.0000  1.0000  0.0000
-    disagreement  0.7500  0.6667  0.5000
-    energy        0.5000  0.7500  1.0000
-    2 inside, 2 outside; positive: out
-    >>> table["disagreement"].auroc
-    0.75
+    Example:
+        >>> from multitudes import Predictive
+        >>> known = Predictive(torch.tensor([[[5.0, 0.0], [4.0, 0.0]], [[6.0, 0.0], [0.0, 1.0]]]))
+        >>> new = Predictive(torch.tensor([[[1.0, 0.0], [0.0, 9.0]], [[0.0, 1.0], [7.0, 0.0]]]))
+        >>> table = detect(known, new, uncertainties=["entropy", "disagreement", "energy"])
+        >>> table
+                       auroc    aupr   fpr95
+        entropy       1.0000  1.0000  0.0000
+        disagreement  0.7500  0.6667  0.5000
+        energy        0.5000  0.7500  1.0000
+        2 inside, 2 outside; positive: out
+        >>> table["disagreement"].auroc
+        0.75
     """
     _check_options(uncertainties, positive, recall)
     rows = []
@@ -225,19 +249,19 @@ def detect(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     if rows[0].classes != rows[1].classes:
-        raise ValueError(f"outside must have the classes of inside, {rows[0].classes}, got {rows[1].classes}")
+        raise ValueError(f"outside must have {rows[0].classes} classes like inside, got {rows[1].classes}")
     device, other = rows[0].probs.device, rows[1].probs.device
     if device != other:  # devices round differently, which would break ties
-        raise ValueError(f"outside must be on the device of inside, {device}, got {other}")
+        raise ValueError(f"outside must be on {device} like inside, got {other}")
     tables = [detect_update(rows[0], False, uncertainties), detect_update(rows[1], True, uncertainties)]
     return detect_compute(torch.cat(tables), uncertainties, positive, recall)
 
 
 class OODDetection(StreamingMetric):
-    """Streaming `detect`.
+    """Streaming version of `detect`, with the same settings.
 
-    It stores one number for each prediction and uncertainty, and one more: in float32 36 MB for a million predictions
-    and all uncertainties. Batches should come from one device: devices round differently, which breaks ties.
+    It stores one number per prediction and uncertainty, and one more: in float32 36 MB for a million predictions and
+    all uncertainties. Batches should come from one device: devices round differently, which breaks ties.
     """
 
     higher_is_better = None
@@ -254,7 +278,12 @@ class OODDetection(StreamingMetric):
         self.recall = recall
 
     def update(self, prediction: Prediction, outside: bool | Tensor) -> None:
-        """Add a batch `[B, C, ...]`; `outside` is one bool for all of it, or a boolean tensor `[B, ...]`."""
+        """Add a batch.
+
+        Args:
+            prediction: `Predictive` of classes or probabilities `[B, C, ...]`.
+            outside: True for out-of-distribution inputs, one for all or `[B, ...]`.
+        """
         rows = read_without_target(prediction)
         if not isinstance(outside, bool):
             inputs = places(prediction)
@@ -265,7 +294,7 @@ class OODDetection(StreamingMetric):
         self._add(detect_update(rows, outside, self.uncertainties))
 
     def compute(self) -> OODTable:
-        """Compute the table over all predictions so far; NaN unless there were some inside and outside."""
+        """Compute the table over all predictions so far; NaN if none was inside or none was outside."""
         return detect_compute(self._all(), self.uncertainties, self.positive, self.recall)
 
 

@@ -1,7 +1,7 @@
-"""Scores of predicted quantiles: pinball loss, and coverage and width of their intervals.
+"""Scores of predicted quantiles: pinball loss, and coverage and width of intervals.
 
-Quantiles are those of the members' mixture (`Predictive.quantile`), intervals the widest central ones
-(`Predictive.interval`), conformal if the network was calibrated. Koenker & Bassett, *Regression Quantiles* (1978).
+The quantiles are those of the members' mixture (`Predictive.quantile`). The intervals are the widest central ones
+(`Predictive.interval`), or conformal ones for a calibrated network. Koenker & Bassett, *Regression Quantiles* (1978).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.class_inputs import check_finite
-from multitudes.metrics.declare import LOWER, NEITHER, Kind, metric
+from multitudes.metrics.declare import LOWER, NEITHER, InputFormat, metric, total_of
 from multitudes.metrics.regression_inputs import Scale, check_scale, check_values
-from multitudes.metrics.streaming import total_of
 from multitudes.tasks.predictive import Predictive
 
 __all__ = ["QuantileRows", "read_quantiles"]
@@ -55,30 +54,33 @@ class QuantileRows:
 def read_quantiles(
     prediction: Predictive | QuantileRows, target: Tensor | None = None, scale: Scale = 1.0
 ) -> QuantileRows:
-    """Check predicted quantiles `[S, B, Q, ...]` and values `[B, ...]`; `scale` multiplies both in the result.
+    """Check predicted quantiles and values.
 
-    `QuantileRows` are passed alone and returned unchanged.
+    Args:
+        prediction: `Predictive` of quantiles `[S, B, Q, ...]`, or `QuantileRows`.
+        target: True values `[B, ...]`; None for `QuantileRows`.
+        scale: Factor on quantiles and values, if they were standardised.
     """
     check_scale("scale", scale)
     if isinstance(prediction, QuantileRows):
         if target is not None or scale != 1:
-            raise ValueError("target and scale must be left out where prediction holds quantiles that were read before")
+            raise ValueError("target and scale must be left out if prediction is QuantileRows, which have both")
         return prediction
     if not isinstance(prediction, Predictive) or QUANTILES.name not in prediction.reading.metrics:
-        kind = prediction.task if isinstance(prediction, Predictive) else type(prediction).__name__
-        raise ValueError(f"prediction must be a Predictive of task quantiles, got {kind}")
+        task = prediction.task if isinstance(prediction, Predictive) else type(prediction).__name__
+        raise ValueError(f"prediction must be a Predictive of task quantiles, got {task}")
     check_finite("prediction", prediction.predictions)
     shape = prediction.predictions.shape
     values = check_values(target, [*shape[1:2], *shape[3:]], prediction.predictions.device)
     return QuantileRows(prediction, values.flatten() * scale, scale)
 
 
-def _has_intervals(p: Predictive) -> bool:
-    return p.quantiles is not None and p.quantiles[0] < 0.5 < p.quantiles[-1]
-
-
-QUANTILES = Kind("quantiles", read_quantiles)
-QUANTILE_INTERVALS = Kind("quantile intervals", read_quantiles, lambda p, _: _has_intervals(p))
+QUANTILES = InputFormat("quantiles", read_quantiles)
+QUANTILE_INTERVALS = InputFormat(
+    "quantile intervals",
+    read_quantiles,
+    lambda p, _: p.quantiles is not None and p.quantiles[0] < 0.5 < p.quantiles[-1],
+)
 
 
 @metric("PinballLoss", better=LOWER, kind=QUANTILES, group="scores", score="pinball", shifted=True)

@@ -1,6 +1,6 @@
 """Scores of predicted values: RMSE, log density, CRPS, intervals, and calibration of quantiles.
 
-Predictions are mixtures of the members' Gaussians (see `regression_inputs.py`, also for `noise_precision`); means are
+Predictions are mixtures of the members' Gaussians (see `regression_inputs.py`, also for `noise_precision`). Means are
 over all outputs of all inputs.
 
 - Density, CRPS and quantiles are those of the mixture. Without `noise_precision`, members of `task="regression"` are
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, Count, metric
+from multitudes.metrics.declare import HIGHER, LOWER, NEITHER, Count, counted, mean_of, metric, total_of
 from multitudes.metrics.regression_inputs import (
     DENSITY,
     INTERVALS,
@@ -31,7 +31,6 @@ from multitudes.metrics.regression_inputs import (
     Intervals,
     read_forecasts,
 )
-from multitudes.metrics.streaming import counted, mean_of, total_of
 
 __all__ = ["QuantileCalibration", "fit_noise_precision"]
 
@@ -39,7 +38,6 @@ __all__ = ["QuantileCalibration", "fit_noise_precision"]
 
 
 def _root(sums: Tensor) -> Tensor:
-    """Sums `[2]` -> root of the mean, a float64 scalar; NaN without values."""
     return mean_of(sums).sqrt()
 
 
@@ -69,29 +67,32 @@ def log_density(forecasts: Forecasts) -> Tensor:
     -1.4189
     """
     if not forecasts.noisy:
-        raise ValueError(
-            "noise_precision must be given where members predict no variance, since points have no density, got None"
-        )
+        raise ValueError("noise_precision is needed if members predict no variance: points have no density, got None")
     return total_of(forecasts.log_density)
 
 
 def fit_noise_precision(prediction: Forecast, target: Tensor | None = None) -> float:
-    """Return the `noise_precision` that maximises `log_density` of means `[S, B]` or `[S, B, D, ...]` on held-out data.
+    """Return the `noise_precision` that maximizes `log_density` on held-out data.
 
     For a single member it is 1 / MSE. For several, the best variance is between the mean over values of the smallest
-    squared error and the mean of all squared errors. A grid is refined there.
+    squared error and the mean of all squared errors; a grid is refined there.
 
-    >>> fit_noise_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
-    0.2
+    Args:
+        prediction: Means, a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or a tensor.
+        target: True values, `[B]` or `[B, D, ...]`.
+
+    Example:
+        >>> fit_noise_precision(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 3.0]))
+        0.2
     """
     forecasts = read_forecasts(prediction, target)
     if bool((forecasts.variances > 0).any()):
-        raise ValueError("prediction must be means alone: members that have a variance need no noise_precision")
+        raise ValueError("prediction must be means: members that predict variances need no noise_precision")
     squares = (forecasts.target - forecasts.means).square()
     least, most = float(squares.amin(0).mean()), float(squares.mean())
     if not least > 0:  # 0, or NaN without values
         raise ValueError(
-            f"target must hold a value that no member hits exactly, or no finite precision is best, got {forecasts!r}"
+            f"target must differ from all members in some value, or the best precision is infinite, got {forecasts!r}"
         )
 
     def mean_log_density(log_precision: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ def crps(forecasts: Forecasts) -> Tensor:
 
 @metric("IntervalCoverage", better=NEITHER, kind=INTERVALS, group="calibration", score="coverage_95")
 def interval_coverage(intervals: Intervals) -> Tensor:
-    """Share of values in the central intervals of `level`, or in given ones, `(low, high)`, ends included.
+    """Share of values in the central intervals, ends included.
 
     >>> low, high = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])
     >>> float(interval_coverage((low, high), torch.tensor([0.5, 2.0])))
@@ -137,7 +138,7 @@ def interval_coverage(intervals: Intervals) -> Tensor:
 
 @metric("IntervalWidth", better=NEITHER, kind=INTERVALS, group="calibration", score="width_95")
 def interval_width(intervals: Intervals) -> Tensor:
-    """Mean width of the central intervals of `level`, or of given ones, `(low, high)`.
+    """Mean width of the central intervals.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")  # mean 2, standard deviation 1
@@ -156,15 +157,17 @@ def _levels(count: int, like: Tensor) -> Tensor:
 
 
 def _at_most(values: Tensor, levels: int) -> Tensor:
-    """Values in [0, 1], `[N]` -> number of values at or below each level, and N, `[2, levels]`."""
+    """Count the values `[N]` in [0, 1] at or below each level; stack the counts with N, `[2, levels]`."""
     return counted((values <= _levels(levels, values)[:, None]).sum(1), len(values))
 
 
 class QuantileCalibration:
-    """Data of a quantile calibration diagram.
+    """Data of a quantile calibration diagram. Calibrated forecasts have `observed = levels`.
 
-    `levels [L]` are the levels p; `observed [L]` is the share of values with `F(y) <= p`, NaN without values; `count`
-    is the number of values. Calibrated forecasts have `observed = levels`.
+    Args:
+        levels: Levels p, `[L]`.
+        observed: Share of values with `F(y) <= p`, `[L]`; NaN without values.
+        count: Number of values.
     """
 
     # Not a dataclass: torchmetrics would squeeze its fields if there is one level.
@@ -189,7 +192,7 @@ class QuantileCalibration:
 
 
 def _diagram(sums: Tensor) -> QuantileCalibration:
-    """Sums `[2, levels]` -> data of the diagram."""
+    """Map sums `[2, levels]` to the data of the diagram."""
     return QuantileCalibration(_levels(sums.shape[1], sums), mean_of(sums), int(sums[1, 0]))
 
 
@@ -199,6 +202,9 @@ _OF_LEVELS: dict[str, Any] = {"kind": REGRESSION, "shape": (2, "levels"), "order
 @metric("QuantileDiagram", _diagram, better=NEITHER, **_OF_LEVELS)
 def quantile_calibration(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     """Share of values with `F(y) <= p` for the levels `p = 1 / (levels + 1), ..., levels / (levels + 1)`.
+
+    Args:
+        levels: Number of levels.
 
     >>> y = torch.tensor([-2.0, -1.0, -0.5, 0.5])
     >>> found = quantile_calibration(torch.zeros(4), y, levels=3, noise_precision=1.0)
@@ -217,10 +223,13 @@ def quantile_calibration(forecasts: Forecasts, levels: Count = 19) -> Tensor:
 def gaussian_ece(forecasts: Forecasts, levels: Count = 19) -> Tensor:
     """Expected calibration error of intervals: mean over levels p of `|coverage of the central interval - p|`.
 
+    Args:
+        levels: Number of levels.
+
     >>> y = torch.tensor([-1.5, -0.5, 0.2, 0.8])  # intervals of 1/4, 1/2, 3/4 reach 0.32, 0.67, 1.15
     >>> float(gaussian_ece(torch.zeros(4), y, levels=3, noise_precision=1.0))
     0.0
     """
     off = forecasts.target - forecasts.mean
     z = torch.where(off == 0, 0.0, off / forecasts.std)
-    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the smallest level whose interval has the value
+    return _at_most(torch.erf(z.abs() / math.sqrt(2)), levels)  # the smallest level whose interval contains the value

@@ -5,7 +5,7 @@ Each member predicts `N(mu_s, sigma_s^2)`. The S members together predict the mi
     p(y) = 1/S sum_s N(y; mu_s, sigma_s^2),    F(y) = 1/S sum_s Phi((y - mu_s) / sigma_s).
 
 `task="gaussian"` predicts the variances. For `task="regression"`, `noise_precision` gives all members the variance
-`1 / noise_precision` (the tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016). Without it the members
+`1 / noise_precision` (tau of Gal & Ghahramani, *Dropout as a Bayesian Approximation*, 2016). Without it the members
 are points, and F is the step function of their values.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from multitudes.base.checks import check_number
 from multitudes.metrics.class_inputs import check_finite
-from multitudes.metrics.declare import Kind
+from multitudes.metrics.declare import InputFormat
 from multitudes.tasks import TASKS
 from multitudes.tasks.predictive import Predictive
 
@@ -100,7 +100,7 @@ class Forecasts:
 
 
 def _mean_distance(mean: Tensor, variance: Tensor) -> Tensor:
-    """Return `A(mu, sigma^2)`, the mean of |X| for X ~ `N(mu, sigma^2)`: `2 sigma phi(z) + mu (2 Phi(z) - 1)`."""
+    """Return the mean of |X| for X ~ `N(mu, sigma^2)`: `2 sigma phi(z) + mu (2 Phi(z) - 1)` with `z = mu / sigma`."""
     sigma = variance.sqrt()
     z = torch.where(mean == 0, 0.0, mean / sigma)  # infinite for a point, whose A is |mu|
     return sigma * math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square()) + mean * torch.erf(z / math.sqrt(2))
@@ -114,25 +114,25 @@ def read_forecasts(
 ) -> Forecasts:
     """Check predictions and values, and arrange them in rows, one for each output of each input.
 
-    - `prediction`: a `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`; a
-      tensor of means in the target's shape, for a single member; or `Forecasts`, passed alone.
-    - `target`: the true values, `[B]` or `[B, D, ...]`.
-    - `noise_precision`: one over the variance of the noise around the means, if the members do not predict it.
-    - `scale`: factor on all outputs: the standard deviation of the targets if they were standardised. The precision
-      refers to the standardised outputs.
+    Args:
+        prediction: `Predictive` of regression, `[S, B]` or `[S, B, D, ...]`, or of Gaussians, `[S, B, 2D, ...]`;
+            means of a single member in the target's shape; or `Forecasts`.
+        target: True values, `[B]` or `[B, D, ...]`; None for `Forecasts`.
+        noise_precision: 1 / variance of the noise around the means, for members that predict no variance.
+        scale: Factor on all outputs, such as the standard deviation of standardised targets. `noise_precision` refers
+            to outputs before scaling.
 
-    >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
-    >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
-    >>> forecasts, forecasts.std
-    (Forecasts(members=2, values=2), tensor([1.1180, 0.5000], dtype=torch.float64))
+    Example:
+        >>> p = Predictive(torch.tensor([[1.0, 2.0], [3.0, 2.0]]), task="regression")
+        >>> forecasts = read_forecasts(p, torch.tensor([2.0, 2.5]), noise_precision=4.0)
+        >>> forecasts, forecasts.std
+        (Forecasts(members=2, values=2), tensor([1.1180, 0.5000], dtype=torch.float64))
     """
     check_noise_precision("noise_precision", noise_precision)
     check_scale("scale", scale)
     if isinstance(prediction, Forecasts):
         if target is not None or noise_precision is not None or scale != 1:
-            raise ValueError(
-                f"target, noise_precision and scale must be left out where prediction is {prediction!r}, read before"
-            )
+            raise ValueError(f"target, noise_precision and scale must be left out if prediction is {prediction!r}")
         return prediction
     means, variances = _members(prediction, noise_precision)
     target = check_values(target, list(means.shape[1:]), means.device)
@@ -153,11 +153,10 @@ def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> 
         reading = prediction.reading
         if REGRESSION.name not in reading.metrics:
             known = " or ".join(name for name, task in TASKS.items() if REGRESSION.name in task.metrics)
-            raise ValueError(f"prediction must be of task {known}, got one of task {prediction.task}")
+            raise ValueError(f"prediction must be of task {known}, got task {prediction.task}")
         if reading.tells_noise and noise_precision is not None:
             raise ValueError(
-                f"noise_precision must be left out for task {reading.name}, whose members predict their variance, "
-                f"got {noise_precision}"
+                f"noise_precision must be None for task {reading.name}, which predicts variances, got {noise_precision}"
             )
         check_finite("prediction", prediction.predictions)
         values = prediction.predictions.detach().double()
@@ -194,20 +193,29 @@ def read_intervals(
     noise_precision: NoisePrecision = None,
     scale: Scale = 1.0,
 ) -> Intervals:
-    """Read central intervals of `prediction` at `level`, or given ones, `(low, high)`, whose ends may be infinite."""
+    """Read intervals and true values.
+
+    Args:
+        prediction: As in `read_forecasts`, or intervals as a pair `(low, high)`, whose ends may be infinite.
+        target: True values, `[B]` or `[B, D, ...]`; None for `Forecasts`.
+        level: Probability of the central intervals.
+        noise_precision: 1 / variance of the noise around the means, for members that predict no variance.
+        scale: Factor on all values, such as the standard deviation of standardised targets.
+    """
     check_level("level", level)
     if not isinstance(prediction, tuple):
         forecasts = read_forecasts(prediction, target, noise_precision, scale)
         return Intervals(*forecasts.interval(level), forecasts.target)
     check_scale("scale", scale)
     if noise_precision is not None:
-        raise ValueError(f"noise_precision must be left out where prediction is (low, high), got {noise_precision}")
+        raise ValueError(f"noise_precision must be None if prediction is (low, high), got {noise_precision}")
     if len(prediction) != 2 or not all(isinstance(end, Tensor) for end in prediction):
         kinds = [type(end).__name__ for end in prediction]
         raise ValueError(f"prediction must be a pair of tensors (low, high), got a tuple of {kinds}")
     low, high = prediction
     if low.shape != high.shape or low.ndim < 1:
-        raise ValueError(f"low and high must be [B] or [B, D, ...] alike, got {list(low.shape)} and {list(high.shape)}")
+        shapes = f"{list(low.shape)} and {list(high.shape)}"
+        raise ValueError(f"low and high must have the same shape, [B] or [B, D, ...], got {shapes}")
     bad = ~(low <= high)  # also for NaN
     if bool(bad.any()):
         at = bad.nonzero()[0].tolist()
@@ -247,9 +255,9 @@ def check_values(target: Tensor | None, shape: list[int], device: torch.device) 
 
 # Kinds --------------------------------------------------------------------------------------------------
 
-REGRESSION = Kind("regression", read_forecasts)
-INTERVALS = Kind("intervals", read_intervals)
-DENSITY = Kind(  # points have no density
+REGRESSION = InputFormat("regression", read_forecasts)
+INTERVALS = InputFormat("intervals", read_intervals)
+DENSITY = InputFormat(  # points have no density
     "density",
     read_forecasts,
     lambda p, noise_precision: p.reading.tells_noise or noise_precision is not None,

@@ -1,7 +1,7 @@
 """Scores of predictions: accuracy, AUROC, NLL, Brier score, errors of the members and of the ensemble.
 
-All are means over rows (inputs or pixels), computed from float64 sums. Gneiting & Raftery, *Strictly Proper Scoring
-Rules, Prediction, and Estimation* (2007), on NLL and the Brier score.
+All are means over rows (inputs or pixels), computed from float64 sums. NLL and Brier score: Gneiting & Raftery,
+*Strictly Proper Scoring Rules, Prediction, and Estimation* (2007).
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from multitudes.metrics.class_inputs import Rows, read_rows
-from multitudes.metrics.declare import BY_CLASS, HIGHER, LOWER, TOKENS, YES_OR_NO, Count, metric, ranked
+from multitudes.metrics.declare import (
+    BY_CLASS,
+    HIGHER,
+    LOWER,
+    TOKENS,
+    YES_OR_NO,
+    Count,
+    mean_of,
+    metric,
+    ranked,
+    total_of,
+)
 from multitudes.metrics.ood import auroc
-from multitudes.metrics.streaming import mean_of, total_of
 
 __all__ = ["macro_auroc"]
 
@@ -23,7 +33,7 @@ __all__ = ["macro_auroc"]
 
 @metric("Accuracy", better=HIGHER, group="scores", shifted=True)
 def accuracy(rows: Rows) -> Tensor:
-    """Share of `[B, C, ...]` whose most probable class is the true one; the first class wins a tie.
+    """Share of rows whose most probable class is the true one; the first class wins a tie.
 
     >>> float(accuracy(torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 1, 0, 1])))
     0.75
@@ -33,7 +43,10 @@ def accuracy(rows: Rows) -> Tensor:
 
 @metric("TopKAccuracy", better=HIGHER)
 def topk_accuracy(rows: Rows, k: Count = 5) -> Tensor:
-    """Share of `[B, C, ...]` whose true class is among the `k` most probable ones; `k=1` is `accuracy`.
+    """Share of rows whose true class is among the `k` most probable ones; `k=1` is `accuracy`.
+
+    Args:
+        k: Number of classes.
 
     >>> p = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     >>> float(topk_accuracy(p, torch.tensor([1, 2]), k=2))
@@ -49,16 +62,15 @@ def topk_accuracy(rows: Rows, k: Count = 5) -> Tensor:
 
 
 def _mean_recall(sums: Tensor) -> Tensor:
-    """Sums `[2, C]` of correct rows and of all rows per class -> mean over the classes that occur."""
+    """Map the numbers of correct rows and of all rows per class, `[2, C]`, to the mean over the classes that occur."""
     return mean_of(sums).nanmean()
 
 
 @metric("BalancedAccuracy", _mean_recall, better=HIGHER, kind=BY_CLASS, shape=(2, "classes"), group="scores")
 def balanced_accuracy(rows: Rows) -> Tensor:
-    """Mean over classes of the accuracy on the class's own inputs `[B, C, ...]`: rare classes count like frequent ones.
+    """Mean over classes of the accuracy on the class's own rows: rare classes count like frequent ones.
 
-    Classes without inputs are left out. Brodersen et al., *The Balanced Accuracy and Its Posterior Distribution*
-    (2010).
+    Classes without rows are left out. Brodersen et al., *The Balanced Accuracy and Its Posterior Distribution* (2010).
 
     >>> p = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.5, 0.5], [0.8, 0.2]])
     >>> float(balanced_accuracy(p, torch.tensor([0, 0, 0, 1])))  # all of the first, none of the second
@@ -70,14 +82,19 @@ def balanced_accuracy(rows: Rows) -> Tensor:
 
 @ranked(HIGHER)
 def macro_auroc(prediction: Any, target: Tensor) -> Tensor:
-    """Return the area under the ROC curve of each class against all others, mean over classes, from `[B, C, ...]`.
+    """Return the area under the ROC curve of each class against all others, mean over classes.
 
-    Classes of no input or of all inputs are left out; NaN if none is left. It needs all inputs at once. Hand &
-    Till, *A Simple Generalisation of the Area Under the ROC Curve* (2001), section 2.
+    Classes of no row or of all rows are left out; NaN if none is left. Hand & Till, *A Simple Generalisation of the
+    Area Under the ROC Curve* (2001), section 2.
 
-    >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
-    >>> float(macro_auroc(p, torch.tensor([0, 0, 1, 1])))
-    0.75
+    Args:
+        prediction: `Predictive` of classes or probabilities `[B, C, ...]`, for all inputs at once.
+        target: True classes `[B, ...]`.
+
+    Example:
+        >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
+        >>> float(macro_auroc(p, torch.tensor([0, 0, 1, 1])))
+        0.75
     """
     rows = read_rows(prediction, target)
     each = [auroc(rows.probs[:, label], rows.target == label) for label in range(rows.classes)]
@@ -89,10 +106,9 @@ def macro_auroc(prediction: Any, target: Tensor) -> Tensor:
 
 @metric("NLL", better=LOWER, group="scores", shifted=True)
 def nll(rows: Rows) -> Tensor:
-    """Mean of `-log p(y)` in nats over `[B, C, ...]`, where `p` is the mean of the members' probabilities.
+    """Mean over rows of `-log p(y)` in nats, where `p` is the mean of the members' probabilities.
 
-    For a `Predictive` it is exact despite underflow. In a tensor of probabilities, a 0 for the true class makes it
-    infinite.
+    For a `Predictive` it is exact despite underflow. For plain probabilities, a 0 for the true class makes it infinite.
 
     >>> round(float(nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 0]))), 4)  # (log 2 + log 4) / 2
     1.0397
@@ -102,7 +118,7 @@ def nll(rows: Rows) -> Tensor:
 
 @metric("Brier", better=LOWER, group="scores", shifted=True)
 def brier(rows: Rows) -> Tensor:
-    """Mean over `[B, C, ...]` of `sum_c (p_c - 1[y = c])^2`: a sum, not a mean, over classes; from 0 to 2.
+    """Mean over rows of `sum_c (p_c - 1[y = c])^2`: a sum, not a mean, over classes; from 0 to 2.
 
     For two classes it is twice the score of the second class's probability.
 
@@ -116,7 +132,7 @@ def brier(rows: Rows) -> Tensor:
 
 @metric("Perplexity", lambda sums: mean_of(sums).exp(), better=LOWER, kind=TOKENS, group="scores", shifted=True)
 def perplexity(rows: Rows) -> Tensor:
-    """Exponential of `nll` over the tokens of `[B, T, C]`: the number of equally probable tokens with the same NLL.
+    """Exponential of `nll` over tokens: the number of equally probable tokens with the same NLL.
 
     >>> from multitudes import Predictive
     >>> p = Predictive(torch.zeros(1, 1, 3, 8), task="tokens")
@@ -127,7 +143,7 @@ def perplexity(rows: Rows) -> Tensor:
 
 
 def _mean_auroc(rows: Tensor) -> Tensor:
-    """Scores, targets and labels `[N, 3]` -> mean over labels of their AUROC."""
+    """Map scores, targets and labels `[N, 3]` to the mean AUROC over labels."""
     scores, positive, column = rows[:, 0], rows[:, 1] == 1, rows[:, 2]
     each = [auroc(scores[column == label], positive[column == label]) for label in column.unique()]
     return torch.stack(each).nanmean() if each else torch.tensor(torch.nan, dtype=torch.float64)
@@ -161,11 +177,9 @@ def ensemble_error(rows: Rows) -> Tensor:
 
 @metric("MemberError", better=LOWER, group="diversity")
 def member_error(rows: Rows) -> Tensor:
-    """Share of wrong labels of a single member, mean over the members of a `Predictive` `[S, B, C, ...]`.
+    """Share of wrong labels of a single member, mean over the members of a `Predictive`.
 
-    Example: three members, each wrong on one input, never two on the same:
-
-    >>> from multitudes import Predictive
+    >>> from multitudes import Predictive  # three members, each wrong on another input
     >>> p = Predictive(5 * (1 - torch.eye(3))[:, :, None] * torch.tensor([0.0, 1.0]) + torch.tensor([1.0, 0.0]))
     >>> y = torch.ones(3, dtype=torch.long)
     >>> round(float(member_error(p, y)), 4), float(ensemble_error(p, y))

@@ -1,8 +1,8 @@
 """Scores of dense predictions: confusion of classes, IoU, accuracy by class.
 
-A pixel is a row, so accuracy, NLL, Brier score and ECE over pixels are `accuracy`, `nll`, `brier` and `ece` with
-`ignore`, and the consistency of a video is `consistency` with `masks`. Let `n_ij` be the number of pixels of true class
-i and predicted class j in the whole dataset. Then
+Each pixel is a row, so `accuracy`, `nll`, `brier` and `ece` with `ignore` are those of pixels, and `consistency` with
+`masks` is that of a video. Let `n_ij` be the number of pixels of true class i and predicted class j in the whole
+dataset. Then
 
     IoU_c = n_cc / (sum_j n_cj + sum_i n_ic - n_cc),    accuracy_c = n_cc / sum_j n_cj.
 
@@ -21,12 +21,12 @@ from multitudes.metrics.declare import HIGHER, NEITHER, SEGMENTATION, metric
 
 
 def _counts(rows: Rows) -> Tensor:
-    """Rows -> count of true class i predicted as class j, `[C, C]` in float64."""
+    """Count the rows of true class i and predicted class j, `[C, C]` in float64."""
     return multiclass_confusion_matrix(rows.label, rows.target, rows.classes, validate_args=False).double()
 
 
 def _iou(counts: Tensor) -> Tensor:
-    """Counts `[C, C]` -> IoU of each class, `[C]` in float64; NaN for classes that do not occur."""
+    """Map counts `[C, C]` to the IoU of each class, `[C]`; NaN for classes that do not occur."""
     return counts.diag() / (counts.sum(0) + counts.sum(1) - counts.diag())
 
 
@@ -35,7 +35,7 @@ _OF_CLASSES: dict[str, Any] = {"kind": SEGMENTATION, "shape": ("classes", "class
 
 @metric("Confusion", lambda counts: counts.long(), better=NEITHER, **_OF_CLASSES)
 def confusion(rows: Rows) -> Tensor:
-    """Count of true class i predicted as class j, in row i and column j, for `[B, C, ...]`.
+    """Number of rows of true class i and predicted class j, at `[i, j]` of `[C, C]`.
 
     >>> import torch
     >>> image = torch.tensor([[[0.9, 0.8, 0.3, 0.1]], [[0.1, 0.2, 0.7, 0.9]]]).transpose(0, 1)  # [1, 2, 4]
@@ -48,13 +48,13 @@ def confusion(rows: Rows) -> Tensor:
 
 @metric("ClassIoU", _iou, better=HIGHER, **_OF_CLASSES)
 def class_iou(rows: Rows) -> Tensor:
-    """Intersection over union of each class, `[C]`, for `[B, C, ...]`; NaN for classes that do not occur."""
+    """Intersection over union of each class, `[C]`; NaN for classes that do not occur."""
     return _counts(rows)
 
 
 @metric("MeanIoU", lambda counts: _iou(counts).nanmean(), better=HIGHER, group="scores", shifted=True, **_OF_CLASSES)
 def mean_iou(rows: Rows) -> Tensor:
-    """Mean over classes of intersection over union, for `[B, C, ...]`; classes that do not occur are left out.
+    """Mean over classes of intersection over union; classes that do not occur are left out.
 
     >>> import torch
     >>> pixels = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.3, 0.7, 0.0], [0.1, 0.9, 0.0]])
@@ -69,7 +69,7 @@ def mean_iou(rows: Rows) -> Tensor:
 
 @metric("MeanClassAccuracy", lambda counts: (counts.diag() / counts.sum(1)).nanmean(), better=HIGHER, **_OF_CLASSES)
 def mean_class_accuracy(rows: Rows) -> Tensor:
-    """Mean over classes of the accuracy on their pixels, for `[B, C, ...]`: rare classes count like frequent ones.
+    """Mean over classes of the accuracy on their pixels: rare classes count like frequent ones.
 
     >>> import torch
     >>> pixels = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.1, 0.9]])

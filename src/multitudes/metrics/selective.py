@@ -1,6 +1,6 @@
 """Selective prediction: risk-coverage curve, area under it (AURC), accuracy at a given coverage.
 
-A network answers the least uncertain share of inputs, its *coverage*; its *risk* is the share of wrong answers among
+A network predicts only the least uncertain share of inputs, its *coverage*. Its *risk* is the share of errors among
 these (Geifman & El-Yaniv, *Selective Classification for Deep Neural Networks*, 2017). With n rows, least uncertain
 first,
 
@@ -27,7 +27,12 @@ __all__ = ["RiskCoverage"]
 
 
 class RiskCoverage:
-    """Risk-coverage curve: `coverage [n]`, which is `k/n`, and `risk [n]`, the share of wrong labels there; float64."""
+    """Risk-coverage curve in float64.
+
+    Args:
+        coverage: `k/n` for each k, `[n]`.
+        risk: Share of wrong labels among the k least uncertain rows, `[n]`.
+    """
 
     # Not a dataclass: torchmetrics would squeeze its fields if there is one row.
     def __init__(self, coverage: Tensor, risk: Tensor) -> None:
@@ -44,7 +49,7 @@ class RiskCoverage:
 
     @property
     def excess_aurc(self) -> Tensor:
-        """E-AURC: excess of `aurc` over that of the best order, at least 0; NaN without rows."""
+        """E-AURC: difference between `aurc` and that of the best order, at least 0; NaN without rows."""
         error = self.risk[-1:]  # over all rows
         best = (self.coverage - (1 - error)).clamp(min=0) / self.coverage
         return (self.risk - best).mean().clamp(min=0)
@@ -73,21 +78,21 @@ Coverage = Annotated[float, check_coverage]
 
 
 def _pairs(rows: Rows, uncertainty: str) -> Tensor:
-    """Rows -> uncertainty, and whether the label is wrong, `[N, 2]`, in at least float32."""
+    """Return the uncertainty of each row, and 1 if its label is wrong, `[N, 2]`, in at least float32."""
     values = UNCERTAINTIES[uncertainty](rows)
     return torch.stack([values, (~rows.correct).to(values.dtype)], 1)
 
 
 def curve_of(pairs: Tensor) -> RiskCoverage:
-    """Uncertainty and error of all rows, `[N, 2]` -> curve."""
+    """Map uncertainty and error of all rows, `[N, 2]`, to the curve."""
     uncertainty, order = pairs[:, 0].sort()
     wrong = pairs[order, 1].double()
     _, group, size = uncertainty.unique_consecutive(return_inverse=True, return_counts=True)
     errors = wrong.new_zeros(len(size)).scatter_add_(0, group, wrong)
-    # Start at each tie's end, where the number of errors is an integer, and subtract its mean error per row.
+    # Start at the end of each tie, where the number of errors is an integer, and subtract its mean error per row.
     k = torch.arange(1, len(pairs) + 1, dtype=torch.float64, device=pairs.device)
     missing = (size.cumsum(0)[group] - k) * (errors / size)[group]
-    # Divide by a tensor: for a number, a GPU multiplies by its inverse, and 9 of 10 rows may be less than 0.9.
+    # Divide by a tensor: a GPU divides by a number by multiplying with its inverse, which can round 9/10 to below 0.9.
     return RiskCoverage(k / k[-1:], (errors.cumsum(0)[group] - missing) / k)
 
 
@@ -97,7 +102,10 @@ def _accuracy_at(pairs: Tensor, coverage: Coverage = 0.9) -> Tensor:
 
 @metric("RiskCoverageCurve", curve_of, better=NEITHER, kept=2)
 def risk_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
-    """Risk-coverage curve of `[B, C, ...]`, by one of `UNCERTAINTIES`.
+    """Risk-coverage curve.
+
+    Args:
+        uncertainty: Name in `UNCERTAINTIES`.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> curve = risk_coverage(p, torch.tensor([0, 1, 1, 0]))
@@ -111,7 +119,10 @@ def risk_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> T
 
 @metric("AURC", lambda pairs: curve_of(pairs).aurc, better=LOWER, kept=2, group="selective")
 def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
-    """Area under the risk-coverage curve of `[B, C, ...]`, a float64 scalar; NaN without rows.
+    """Area under the risk-coverage curve; NaN without rows.
+
+    Args:
+        uncertainty: Name in `UNCERTAINTIES`.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> round(float(aurc(p, torch.tensor([0, 1, 1, 0]))), 4)  # (0 + 1/2 + 1/3 + 1/4) / 4
@@ -125,7 +136,11 @@ def aurc(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
     order=["coverage", "uncertainty", "ignore"],
 )  # fmt: skip
 def accuracy_at_coverage(rows: Rows, uncertainty: Uncertainty = "max_probability") -> Tensor:
-    """Accuracy on the least uncertain share `coverage` of `[B, C, ...]`, rounded up to whole rows.
+    """Accuracy on the least uncertain rows.
+
+    Args:
+        coverage: Share of the rows, rounded up to whole rows.
+        uncertainty: Name in `UNCERTAINTIES`.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     >>> float(accuracy_at_coverage(p, torch.tensor([0, 1, 1, 0]), coverage=0.5))

@@ -13,10 +13,10 @@ The score is higher for predictions that look out-of-distribution or wrong:
 | `max_logit` | `-max_c mean_s z_sc` | Hendrycks et al., 2022 |
 | `energy` | `-mean_s log sum_c exp z_sc` | Liu et al., 2020 |
 
-The first two also exist for plain probabilities, and use calibrated probabilities for calibrated predictions. The
-others need a `Predictive`, and use its members. Binary predictions have no `max_logit`. For an input with several
-labels, take the mean over its labels (for energies: Wang et al., *Can Multi-Label Classification Networks Know What
-They Don't Know?*, 2021).
+The first two accept plain probabilities, and use calibrated probabilities for calibrated predictions. The others need
+a `Predictive` and use its members. Binary predictions have no `max_logit`. For an input with several labels, take the
+mean over its labels (for energies: Wang et al., *Can Multi-Label Classification Networks Know What They Don't Know?*,
+2021).
 """
 
 from __future__ import annotations
@@ -52,28 +52,26 @@ def entropy(prediction: Prediction) -> Tensor:
     return torch.special.entr(rows.probs).sum(1) if rows.predictive is None else rows.predictive.entropy
 
 
-def _of_members(name: str, prediction: Prediction) -> Tensor:
-    """Return the quantity `name` of the members' `Predictive`, `[N]`."""
-    found: Tensor = getattr(read_without_target(prediction).members(name), name)
-    return found
-
-
-expected_entropy = partial(_of_members, "expected_entropy")
-mutual_information = partial(_of_members, "mutual_information")
-variance = partial(_of_members, "variance")
-disagreement = partial(_of_members, "disagreement")
+def _quantity(name: str, prediction: Prediction) -> Tensor:
+    """Return a quantity of the members' `Predictive`, `[N]`."""
+    quantity: Tensor = getattr(read_without_target(prediction).members(name), name)
+    return quantity
 
 
 def max_logit(prediction: Prediction) -> Tensor:
-    """Return minus the largest of the members' mean logits, `[N]`; raise for binary predictions, with one logit."""
+    """Return minus the largest of the members' mean logits, `[N]`.
+
+    Raises:
+        ValueError: For binary predictions, which have a single logit.
+    """
     rows = read_without_target(prediction)
     if not has_logits(rows):
-        raise ValueError(f"max_logit needs the logits of several classes, got predictions of task {rows.task}")
+        raise ValueError(f"max_logit needs logits of several classes, got predictions of task {rows.task}")
     return -rows.members("max_logit").max_logit
 
 
 def has_logits(rows: Rows) -> bool:
-    """Return whether rows come from a task with one logit per class."""
+    """Return True if rows come from a task with one logit per class."""
     return "max_logit" in task_of(rows.task).quantities
 
 
@@ -91,10 +89,10 @@ def energy(prediction: Prediction) -> Tensor:
 UNCERTAINTIES: dict[str, Callable[[Prediction], Tensor]] = {
     "max_probability": max_probability,
     "entropy": entropy,
-    "expected_entropy": expected_entropy,
-    "mutual_information": mutual_information,
-    "variance": variance,
-    "disagreement": disagreement,
+    **{
+        name: partial(_quantity, name)
+        for name in ("expected_entropy", "mutual_information", "variance", "disagreement")
+    },
     "max_logit": max_logit,
     "energy": energy,
 }

@@ -1,4 +1,4 @@
-"""Architectures of the papers, one family per file; `blocks.py` has what several families share.
+"""Architectures of the papers, one family per file, with shared blocks in `blocks.py`.
 
 Imports `base` and `ensemble`. A new architecture is a file here, or a function in its family's file, and a line below.
 """

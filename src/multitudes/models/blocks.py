@@ -17,7 +17,7 @@ def check_counts(**counts: int) -> None:
 
 
 def reset_he(module: nn.Module) -> None:
-    """Reset all weights below `module`: He et al. (2015) for convolutions, torch's own rules for the rest."""
+    """Reset all weights below `module`: He et al. (2015) for convolutions, torch's rules for the rest."""
     for child in module.children():
         reset = getattr(child, "reset_parameters", None)
         if reset is not None:
@@ -71,9 +71,9 @@ class Staged(nn.Module):
         for number, depth in enumerate(depths):
             blocks = nn.Sequential()
             for position in range(depth):
-                made = block(inputs, width, 2 if number > 0 and position == 0 else 1)
-                blocks.append(made)
-                inputs = width * int(made.expansion)  # type: ignore[arg-type]
+                layer = block(inputs, width, 2 if number > 0 and position == 0 else 1)
+                blocks.append(layer)
+                inputs = width * int(layer.expansion)  # type: ignore[arg-type]
             self.add_module(f"layer{number + 1}", blocks)
             width *= 2
         return inputs

@@ -17,11 +17,11 @@ class CNN(nn.Module):
     """A convolution and a max-pool for each of `widths`, then a linear layer.
 
     Args:
-        widths: channels of each convolution.
-        classes: outputs of the last layer.
-        channels: channels of the input image.
-        size: height and width of the input image.
-        dropout: rate of the dropout after each convolution.
+        widths: Channels of each convolution.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
+        size: Height and width of the input image.
+        dropout: Rate of the dropout after each convolution.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
     """
@@ -53,15 +53,16 @@ class CNN(nn.Module):
 
 
 def small_cnn(classes: int = 10, channels: int = 3, size: int = 32, dropout: float = 0.1) -> CNN:
-    """SmallCNN, (16, 32, 32): `[B, channels, size, size] -> [B, classes]`, 19,466 parameters for CIFAR-10.
+    """Build SmallCNN, a `CNN` with widths (16, 32, 32) and 19,466 parameters for CIFAR-10.
 
-    >>> import torch
-    >>> small_cnn(classes=10)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> small_cnn(classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     return CNN((16, 32, 32), classes, channels, size, dropout)
 
 
 def medium_cnn(classes: int = 10, channels: int = 3, size: int = 32, dropout: float = 0.1) -> CNN:
-    """MediumCNN, (64, 128, 256, 256): `[B, channels, size, size] -> [B, classes]`, 971,146 parameters for CIFAR-10."""
+    """Build MediumCNN, a `CNN` with widths (64, 128, 256, 256) and 971,146 parameters for CIFAR-10."""
     return CNN((64, 128, 256, 256), classes, channels, size, dropout)

@@ -11,17 +11,19 @@ class FromTokens(nn.Module):
 
     Negative numbers are padding after the end of a shorter text. They are masked and replaced by `pad`.
 
-        from transformers import AutoModelForSequenceClassification
-        network = FromTokens(AutoModelForSequenceClassification.from_pretrained("./my-bert"))
+    Args:
+        model: Model such as `AutoModelForSequenceClassification.from_pretrained("./my-bert")`.
+        pad: Token number for padding.
 
-    >>> from collections import namedtuple
-    >>> class Mean(nn.Module):  # in the place of a model
-    ...     def forward(self, input_ids, attention_mask):
-    ...         total = (input_ids * attention_mask).sum(1, keepdim=True)
-    ...         return namedtuple("Output", "logits")(total / attention_mask.sum(1, keepdim=True))
-    >>> FromTokens(Mean(), pad=7)(torch.tensor([[2, 4, 6], [5, -1, -1]]))
-    tensor([[4.],
-            [5.]])
+    Example:
+        >>> from collections import namedtuple
+        >>> class Mean(nn.Module):  # stands in for a model
+        ...     def forward(self, input_ids, attention_mask):
+        ...         total = (input_ids * attention_mask).sum(1, keepdim=True)
+        ...         return namedtuple("Output", "logits")(total / attention_mask.sum(1, keepdim=True))
+        >>> FromTokens(Mean(), pad=7)(torch.tensor([[2, 4, 6], [5, -1, -1]]))
+        tensor([[4.],
+                [5.]])
     """
 
     def __init__(self, model: nn.Module, pad: int = 0) -> None:

@@ -14,15 +14,16 @@ class LeNet5(nn.Module):
     """Two convolutions with a max-pool each, and two linear layers; 431,080 parameters for MNIST.
 
     Args:
-        classes: outputs of the last layer.
-        channels: channels of the input image.
-        size: height and width of the input image, at least 16.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
+        size: Height and width of the input image, at least 16.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
 
-    >>> import torch
-    >>> lenet5(classes=10)(torch.zeros(2, 1, 28, 28)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> lenet5(classes=10)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
     """
 
     reset_parameters = reset_he
@@ -31,7 +32,7 @@ class LeNet5(nn.Module):
         super().__init__()
         check_counts(classes=classes, channels=channels, size=size)
         if size < 16:
-            raise ValueError(f"size must be 16 or more, since two 5x5 convolutions and pools must fit, got {size}")
+            raise ValueError(f"size must be 16 or more for two 5x5 convolutions and pools, got {size}")
         side = ((size - 4) // 2 - 4) // 2
         self.conv1 = nn.Conv2d(channels, 20, kernel_size=5)
         self.relu1 = nn.ReLU(inplace=True)

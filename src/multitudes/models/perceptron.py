@@ -29,23 +29,24 @@ class MLP(nn.Module):
     """Hidden layers followed by a linear layer.
 
     Args:
-        inputs: numbers in one input.
-        outputs: outputs of the last layer.
-        hidden: units of each hidden layer; empty for a linear model.
+        inputs: Numbers in one input.
+        outputs: Outputs of the last layer.
+        hidden: Units of each hidden layer; empty for a linear model.
         norm: "batch", "layer" or None.
-        activation: a key of `ACTIVATIONS`.
-        dropout: rate of the dropout after each activation; 0 omits these layers.
-        bias: whether hidden layers have biases.
-        output_bias: whether the last layer has a bias.
+        activation: A key of `ACTIVATIONS`.
+        dropout: Rate of the dropout after each activation; 0 omits these layers.
+        bias: Whether hidden layers have biases.
+        output_bias: Whether the last layer has a bias.
 
     Shape: `[B, ...] -> [B, outputs]`, with `inputs` numbers in each input.
 
-    >>> import torch
-    >>> net = mlp(64, 10, hidden=(32,), norm="batch", dropout=0.1)
-    >>> [type(layer).__name__ for layer in net.layers]
-    ['Linear', 'BatchNorm1d', 'ReLU', 'QuickDropout']
-    >>> net(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> net = mlp(64, 10, hidden=(32,), norm="batch", dropout=0.1)
+        >>> [type(layer).__name__ for layer in net.layers]
+        ['Linear', 'BatchNorm1d', 'ReLU', 'QuickDropout']
+        >>> net(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
     """
 
     reset_parameters = reset_he

@@ -1,13 +1,12 @@
 """Pre-activation residual networks (He et al., 2016, "Identity Mappings in Deep Residual Networks").
 
 BatchNorm and ReLU come before each convolution instead of after it. So the path from a block's input to its output
-has only sums, `y = x + F(relu(bn(x)))`, and the sum of all blocks passes through the network unchanged. The first
-block follows the stem's BatchNorm and ReLU and has none before its branches; one more BatchNorm and ReLU follow
-the last block.
+has only sums, `y = x + F(relu(bn(x)))`. The first block follows the stem's BatchNorm and ReLU and has none before its
+branches; another BatchNorm and ReLU follow the last block.
 
 Wide residual networks (Zagoruyko & Komodakis, 2016, "Wide Residual Networks") use the same blocks: WRN-d-k has three
-stages of `n = (d - 4) / 6` blocks with `16 k`, `32 k` and `64 k` channels, shallow and wide where a ResNet is deep and
-narrow. Convolutions have no biases, and there is no dropout.
+stages of `n = (d - 4) / 6` blocks with `16 k`, `32 k` and `64 k` channels. Convolutions have no biases, and there is no
+dropout.
 """
 
 from collections.abc import Sequence
@@ -42,8 +41,7 @@ class PreactivationBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x if self.bn1 is None else self.relu(self.bn1(x))
-        # A projection reads the activated input, but the identity must be the raw one: the sum of all
-        # blocks then passes through the network unchanged.
+        # A projection reads the activated input, the identity the raw one, so that blocks only add to it.
         identity = x if self.shortcut is None else self.shortcut(out)
         out = self.conv2(self.relu(self.bn2(self.conv1(out))))
         return out + identity
@@ -81,11 +79,11 @@ class PreactResNet(Staged):
 
     Args:
         block: `PreactivationBlock` or `PreactivationBottleneck`.
-        depths: blocks in each stage.
-        classes: outputs of the last layer.
+        depths: Blocks in each stage.
+        classes: Outputs of the last layer.
         stem: "small" for images of about 32 x 32, "imagenet" for images of about 224 x 224, as in ResNet.
-        channels: channels of the input image.
-        width: channels of the first stage, before the block's expansion.
+        channels: Channels of the input image.
+        width: Channels of the first stage, before the block's expansion.
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
@@ -129,8 +127,8 @@ class WideResNet(Staged):
     Args:
         depth: `d`, the number of layers in the paper's convention, `6 n + 4` for n blocks in each stage.
         width: `k`, the widening factor.
-        classes: outputs of the last layer.
-        channels: channels of the input image.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
@@ -155,30 +153,32 @@ class WideResNet(Staged):
 
 
 def preact_resnet18(classes: int = 10, stem: Stem = "small", channels: int = 3) -> PreactResNet:
-    """Pre-activation ResNet-18: `[B, channels, H, W] -> [B, classes]`, 11.17 M parameters.
+    """Build a pre-activation ResNet-18, 11.17 M parameters; arguments as in `PreactResNet`.
 
-    >>> import torch
-    >>> preact_resnet18(classes=10)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> preact_resnet18(classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     return PreactResNet(PreactivationBlock, (2, 2, 2, 2), classes, stem, channels)
 
 
 def preact_resnet50(classes: int = 10, stem: Stem = "small", channels: int = 3) -> PreactResNet:
-    """Pre-activation ResNet-50: `[B, channels, H, W] -> [B, classes]`, 23.51 M parameters."""
+    """Build a pre-activation ResNet-50, 23.51 M parameters; arguments as in `PreactResNet`."""
     return PreactResNet(PreactivationBottleneck, (3, 4, 6, 3), classes, stem, channels)
 
 
 def wide_resnet(depth: int, width: int, classes: int = 10, channels: int = 3) -> WideResNet:
-    """WRN-`depth`-`width`: `[B, channels, H, W] -> [B, classes]`.
+    """Build a WRN-`depth`-`width`; arguments as in `WideResNet`.
 
-    >>> import torch
-    >>> wide_resnet(depth=10, width=1, classes=5)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 5])
+    Example:
+        >>> import torch
+        >>> wide_resnet(depth=10, width=1, classes=5)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 5])
     """
     return WideResNet(depth, width, classes, channels)
 
 
 def wide_resnet28_10(classes: int = 10, channels: int = 3) -> WideResNet:
-    """WRN-28-10: `[B, channels, H, W] -> [B, classes]`, 36.48 M parameters."""
+    """Build a WRN-28-10, 36.48 M parameters; arguments as in `WideResNet`."""
     return WideResNet(28, 10, classes, channels)

@@ -44,10 +44,10 @@ class PyramidNet(nn.Module):
     """A 3x3 convolution, three stages of pyramidal blocks, global average pooling and a linear layer.
 
     Args:
-        depth: the number of layers in the paper's convention, `6 n + 2` for n blocks in each stage.
+        depth: The number of layers in the paper's convention, `6 n + 2` for n blocks in each stage.
         widening: `alpha`, the channels that all blocks together add to the first 16.
-        classes: outputs of the last layer.
-        channels: channels of the input image.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
@@ -88,10 +88,11 @@ class PyramidNet(nn.Module):
 
 
 def pyramidnet110(classes: int = 100, channels: int = 3, widening: float = 270) -> PyramidNet:
-    """PyramidNet-110 without bottlenecks: `[B, channels, H, W] -> [B, classes]`, 28.51 M parameters.
+    """Build a PyramidNet-110 without bottlenecks, 28.51 M parameters; arguments as in `PyramidNet`.
 
-    >>> net = pyramidnet110(classes=100)
-    >>> sum(p.numel() for p in net.parameters())
-    28511307
+    Example:
+        >>> net = pyramidnet110(classes=100)
+        >>> sum(p.numel() for p in net.parameters())
+        28511307
     """
     return PyramidNet(110, widening, classes, channels)

@@ -9,8 +9,8 @@ Each stage but the first halves the feature map and doubles its channels.
 
 Two variants widen the bottlenecks inside:
 
-- ResNeXt (Xie et al., 2017, "Aggregated Residual Transformations for Deep Neural Networks") adds up many small
-  bottlenecks of the same shape, `y = relu(x + sum_i T_i(x))`. That sum is one bottleneck whose 3x3 convolution has a
+- ResNeXt (Xie et al., 2017, "Aggregated Residual Transformations for Deep Neural Networks") adds many small
+  bottlenecks of the same shape, `y = relu(x + sum_i T_i(x))`. Their sum is one bottleneck whose 3x3 convolution has a
   group for each `T_i`; "32x4d" means 32 groups of 4 channels each in the first stage.
 - WRN-50-2 (Zagoruyko & Komodakis, 2016) is a ResNet-50 whose bottlenecks are twice as wide.
 
@@ -18,15 +18,9 @@ Names and shapes in the state dict are torchvision's, so its checkpoints load in
 
 For CIFAR (section 4.2 of the paper), ResNet-20, -32, -44, -56 and -110 are thinner and longer: three stages of
 `n = (depth - 2) / 6` basic blocks with 16, 32 and 64 channels. A shortcut whose shape changes is a 1x1 convolution and
-a BatchNorm, as in the other ResNets (option B of the paper); the paper's own CIFAR networks pad with zeros
-(option A). So there are four parameter counts of ResNet-20 with 10 classes:
-
-    shortcuts padded with zeros                                                       269,722
-    here: two projections with BatchNorm                                              272,474
-    Keras's "ResNet20v1": a bias in each convolution, no BatchNorm in shortcuts       273,066
-    the same, with the running statistics, which Keras also counts                    274,442
-
-A bias before a BatchNorm has no effect, so Keras's network is the same except for the BatchNorm in shortcuts.
+a BatchNorm (option B of the paper); the paper's CIFAR networks pad with zeros (option A). Parameter counts of ResNet-20
+with 10 classes are therefore 272,474 here, 269,722 with zero padding, and 273,066 in Keras (274,442 with running
+statistics), which has biases before BatchNorm and no BatchNorm in shortcuts.
 """
 
 from collections.abc import Sequence
@@ -69,9 +63,8 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3, 1x1: `[B, inputs, H, W] -> [B, 4 * width, H / stride, W / stride]`.
 
-    The stride is on the 3x3 convolution ("v1.5", as in torchvision), not on the first 1x1 as in the paper,
-    where it would discard three quarters of the input. The 3x3 convolution has `groups` groups of
-    `width_per_group` channels if `width` is 64, and in proportion otherwise.
+    The stride is on the 3x3 convolution ("v1.5", as in torchvision) instead of the first 1x1 as in the paper. The 3x3
+    convolution has `groups` groups of `width_per_group` channels if `width` is 64, and in proportion otherwise.
     """
 
     expansion = 4
@@ -101,13 +94,13 @@ class ResNet(Staged):
 
     Args:
         block: `BasicBlock` or `Bottleneck`.
-        depths: blocks in each stage.
-        classes: outputs of the last layer.
+        depths: Blocks in each stage.
+        classes: Outputs of the last layer.
         stem: "small" for images of about 32 x 32, "imagenet" for images of about 224 x 224.
-        channels: channels of the input image.
-        width: channels of the first stage, before the block's expansion.
-        groups: groups of each bottleneck's 3x3 convolution.
-        width_per_group: channels of such a group in a first stage of width 64.
+        channels: Channels of the input image.
+        width: Channels of the first stage, before the block's expansion.
+        groups: Groups of each bottleneck's 3x3 convolution.
+        width_per_group: Channels of such a group in a first stage of width 64.
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
@@ -149,10 +142,10 @@ class CifarResNet(ResNet):
     """A 3x3 convolution, three stages of basic blocks, global average pooling and a linear layer.
 
     Args:
-        depth: the number of layers in the paper's convention, `6 n + 2` for n blocks in each stage.
-        classes: outputs of the last layer.
-        channels: channels of the input image.
-        width: channels of the first stage.
+        depth: The number of layers in the paper's convention, `6 n + 2` for n blocks in each stage.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
+        width: Channels of the first stage.
 
     Shape: `[B, channels, H, W] -> [B, classes]`.
     """
@@ -164,44 +157,46 @@ class CifarResNet(ResNet):
 
 
 def resnet18(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
-    """ResNet-18: `[B, channels, H, W] -> [B, classes]`, 11.17 M parameters.
+    """Build a ResNet-18, 11.17 M parameters; arguments as in `ResNet`.
 
-    >>> import torch
-    >>> resnet18(classes=10)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> resnet18(classes=10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, stem, channels)
 
 
 def resnet34(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
-    """ResNet-34: `[B, channels, H, W] -> [B, classes]`, 21.28 M parameters."""
+    """Build a ResNet-34, 21.28 M parameters; arguments as in `ResNet`."""
     return ResNet(BasicBlock, (3, 4, 6, 3), classes, stem, channels)
 
 
 def resnet50(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
-    """ResNet-50: `[B, channels, H, W] -> [B, classes]`, 23.52 M parameters."""
+    """Build a ResNet-50, 23.52 M parameters; arguments as in `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, stem, channels)
 
 
 def resnet101(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
-    """ResNet-101: `[B, channels, H, W] -> [B, classes]`, 42.51 M parameters."""
+    """Build a ResNet-101, 42.51 M parameters; arguments as in `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 23, 3), classes, stem, channels)
 
 
 def resnext50(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
-    """ResNeXt-50 32x4d: `[B, channels, H, W] -> [B, classes]`, 22.99 M parameters.
+    """Build a ResNeXt-50 32x4d, 22.99 M parameters; arguments as in `ResNet`.
 
-    >>> resnext50().layer1[0].conv2
-    Conv2d(128, 128, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), groups=32, bias=False)
+    Example:
+        >>> resnext50().layer1[0].conv2
+        Conv2d(128, 128, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), groups=32, bias=False)
     """
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, stem, channels, groups=32, width_per_group=4)
 
 
 def wide_resnet50_2(classes: int = 10, stem: Stem = "small", channels: int = 3) -> ResNet:
-    """WRN-50-2: `[B, channels, H, W] -> [B, classes]`, 66.85 M parameters."""
+    """Build a WRN-50-2, 66.85 M parameters; arguments as in `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, stem, channels, width_per_group=128)
 
 
 def resnet20(classes: int = 10, channels: int = 3) -> CifarResNet:
-    """ResNet-20 for CIFAR: `[B, channels, H, W] -> [B, classes]`, 0.27 M parameters."""
+    """Build a ResNet-20 for CIFAR, 0.27 M parameters; arguments as in `CifarResNet`."""
     return CifarResNet(20, classes, channels)

@@ -1,8 +1,8 @@
 """Network for tables: embeddings of numbers, then a multilayer perceptron.
 
 Gorishniy, Rubachev and Babenko, *On Embeddings for Numerical Features in Tabular Deep Learning* (2022): a perceptron
-is bad at learning jumps and bends in one column, so each number first becomes a vector. The piecewise-linear embeddings
-are those of Gorishniy et al., *TabM* (2025): they add a linear part, and only this part is nonzero at the start.
+is bad at learning jumps and bends in one column, so each number is first mapped to a vector. The piecewise-linear
+embeddings are those of Gorishniy et al., *TabM* (2025), with a linear part, the only nonzero one at the start.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class PiecewiseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.unsqueeze(-1)
         bins = torch.clamp((x - self.start) * self.slope, self.low, self.high)
-        written = torch.cat([x, bins], -1)
-        return embedded(written, self.weight, self.bias)
+        return embed(torch.cat([x, bins], -1), self.weight, self.bias)
 
 
 class Periodic(nn.Module):
@@ -98,7 +97,7 @@ class Periodic(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         angles = 2 * math.pi * self.frequencies * x.unsqueeze(-1)
-        return torch.relu(embedded(torch.cat([angles.cos(), angles.sin()], -1), self.weight, self.bias))
+        return torch.relu(embed(torch.cat([angles.cos(), angles.sin()], -1), self.weight, self.bias))
 
 
 class Categories(nn.Module):
@@ -116,9 +115,9 @@ class Categories(nn.Module):
         return x @ self.weight
 
 
-def embedded(written: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def embed(encoding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Apply a separate linear map to each of F numbers: `[..., F, K] -> [..., F * width]`."""
-    return (torch.einsum("...fk,fkw->...fw", written, weight) + bias).flatten(-2)
+    return (torch.einsum("...fk,fkw->...fw", encoding, weight) + bias).flatten(-2)
 
 
 def check_edges(edges: Sequence[Sequence[float]]) -> None:
@@ -126,29 +125,32 @@ def check_edges(edges: Sequence[Sequence[float]]) -> None:
     for at, each in enumerate(edges):
         bins = torch.tensor(list(each), dtype=torch.float32)
         if len(each) < 2 or not bool(bins.isfinite().all()) or not bool((bins.diff() > 0).all()):
-            raise ValueError(f"layout: the edges of number {at} must be two or more that rise, got {list(each)}")
+            raise ValueError(f"layout must hold two or more increasing edges for number {at}, got {list(each)}")
 
 
 class Tabular(nn.Module):
     """Embeddings of numbers, and an `MLP` on these and all zeros and ones.
 
     Args:
-        inputs: features of a row.
-        outputs: outputs of the last layer.
-        layout: features in order: for a number, the edges of its bins; for n features of zeros and ones that belong
+        inputs: Features of a row.
+        outputs: Outputs of the last layer.
+        layout: Features in order: for a number, the edges of its bins; for n features of zeros and ones that belong
             together, n (see `Data.layout`). By default all are numbers with a normal distribution.
         embedding: "piecewise", "periodic" or None, which leaves numbers unchanged.
-        width: size of each embedding.
-        bins: number of bins per number, if there is no layout.
-        hidden: units of each hidden layer; by default two layers of 512, or three without embeddings.
-        dropout: rate of the dropout after each hidden layer.
-        activation: as in `MLP`.
+        width: Size of each embedding.
+        bins: Number of bins per number, if there is no layout.
+        hidden: Units of each hidden layer; by default two layers of 512, or three without embeddings.
+        dropout: Rate of the dropout after each hidden layer.
+        activation: As in `MLP`.
 
     Shape: `[B, inputs] -> [B, outputs]`.
 
-    >>> net = tabular(5, 2, layout=[[-1.0, 0.0, 1.0], [-2.0, 2.0], 3])  # two numbers, and a column of three categories
-    >>> net(torch.zeros(4, 5)).shape, net.chunks
-    (torch.Size([4, 2]), [16, 16, 3])
+    Example:
+        >>> net = tabular(
+        ...     5, 2, layout=[[-1.0, 0.0, 1.0], [-2.0, 2.0], 3]
+        ... )  # two numbers, and a column of three categories
+        >>> net(torch.zeros(4, 5)).shape, net.chunks
+        (torch.Size([4, 2]), [16, 16, 3])
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class Tabular(nn.Module):
         layout = _normal_layout(inputs, bins) if layout is None else list(layout)
         sizes = [1 if isinstance(each, Sequence) else check_count("layout", each) for each in layout]
         if sum(sizes) != inputs:
-            raise ValueError(f"layout must be of {inputs} features, the inputs, got one of {sum(sizes)}")
+            raise ValueError(f"layout must have {inputs} features like inputs, got {sum(sizes)}")
         starts = [sum(sizes[:at]) for at in range(len(sizes))]
         numbers = [at for at, each in enumerate(layout) if isinstance(each, Sequence)]
         edges = [each for each in layout if isinstance(each, Sequence)]
@@ -197,9 +199,9 @@ class Tabular(nn.Module):
         rows = x.unflatten(-1, (-1, self.inputs)).index_select(-1, self.order)
         ends = list(accumulate(self.sizes))
         numbers, few = rows[..., : ends[0]], rows[..., ends[-2] :]
-        embedded = numbers if self.embedding is None else self.embedding(numbers)
-        categories = [embed(rows[..., ends[at] : ends[at + 1]]) for at, embed in enumerate(self.categories)]
-        return self.mlp(torch.cat([embedded, *categories, few], -1).flatten(-2))
+        numbers = numbers if self.embedding is None else self.embedding(numbers)
+        categories = [layer(rows[..., ends[at] : ends[at + 1]]) for at, layer in enumerate(self.categories)]
+        return self.mlp(torch.cat([numbers, *categories, few], -1).flatten(-2))
 
 
 def _normal_layout(inputs: int, bins: int) -> Layout:

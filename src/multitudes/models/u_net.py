@@ -1,8 +1,8 @@
 """U-Net (Ronneberger et al., 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation").
 
-An encoder halves the image four times while its channels double, a decoder doubles it again, and at each size the
-decoder also reads the encoder's features. So each output pixel depends on both a wide context and fine detail.
-Convolutions are padded, so the output has the size of the image, and followed by BatchNorm.
+An encoder halves the image four times and doubles its channels, a decoder reverses this, and at each size the decoder
+also reads the encoder's features. So each output pixel depends on both a wide context and fine detail. Convolutions are
+padded, so that the output has the size of the image, and followed by BatchNorm.
 
 The six dropouts are placed as in Bayesian SegNet (Kendall et al., 2017): in the three deepest parts of the encoder
 and of the decoder, on single values, at rate 0.5. Skip connections have no dropout.
@@ -30,7 +30,7 @@ def _convolve(inputs: int, outputs: int) -> nn.Sequential:
 class Up(nn.Module):
     """Decoder step: `x [B, 2 C, H, W]` and the encoder's `skip [B, C, H', W']` to `[B, C, H', W']`.
 
-    `H'` and `W'` are at most twice `H` and `W`. If the encoder rounded up, the surplus is cut off.
+    `H'` and `W'` are at most twice `H` and `W`; a surplus from rounding in the encoder is removed.
     """
 
     def __init__(self, outputs: int) -> None:
@@ -47,15 +47,16 @@ class UNet(nn.Module):
     """Four steps down, four steps up, and a 1x1 convolution; 31.04 M parameters.
 
     Args:
-        classes: channels of the output.
-        channels: channels of the input image.
-        width: channels at the image's own size; 16 times as many at the bottom.
-        dropout: rate of the six dropouts.
+        classes: Channels of the output.
+        channels: Channels of the input image.
+        width: Channels at the image's own size; 16 times as many at the bottom.
+        dropout: Rate of the six dropouts.
 
     Shape: `[B, channels, H, W] -> [B, classes, H, W]`, for any `H` and `W`.
 
-    >>> unet(classes=5, width=8)(torch.zeros(2, 3, 36, 48)).shape
-    torch.Size([2, 5, 36, 48])
+    Example:
+        >>> unet(classes=5, width=8)(torch.zeros(2, 3, 36, 48)).shape
+        torch.Size([2, 5, 36, 48])
     """
 
     def __init__(self, classes: int, channels: int = 3, width: int = 64, dropout: float = 0.5) -> None:
@@ -85,7 +86,7 @@ class UNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reset as in ResNet, but the last convolution as a linear layer: it has few outputs and no ReLU after it."""
+        """Reset as in ResNet, but the last convolution by torch's rules: it has few outputs and no ReLU after it."""
         reset_he(self)
         self.fc.reset_parameters()
 

@@ -3,10 +3,9 @@
 Five stages of 3x3 convolutions, each followed by BatchNorm and ReLU, with a max-pool after each stage. VGG-16 and
 VGG-19 are named after their number of layers with weights, three of which are the paper's classifier.
 
-The classifier here is that of CIFAR networks: global average pooling and a single linear layer. A 32 x 32 image ends
-as 1 x 1, so the pooling has no effect there; it supports larger images. The paper's own classifier, two hidden
-layers of 4096 units with dropout, is for 224 x 224 images. `features` has the names and shapes of torchvision's
-`vgg16_bn` and `vgg19_bn`.
+The classifier is that of CIFAR networks: global average pooling and a single linear layer. A 32 x 32 image ends as
+1 x 1; the pooling supports larger images. The paper's classifier, two hidden layers of 4096 units with dropout, is for
+224 x 224 images. `features` has the names and shapes of torchvision's `vgg16_bn` and `vgg19_bn`.
 
 The VGG-like network for CIFAR (Zagoruyko, 2015, "92.45% on CIFAR-10 in Torch") is VGG-16 with dropout between the
 convolutions of a stage, 0.3 in the first and 0.4 in the others. Its classifier has one hidden layer of 512 units
@@ -47,10 +46,10 @@ class VGG(nn.Module):
     """Five stages of convolutions with a max-pool each, global average pooling and a linear layer.
 
     Args:
-        depths: convolutions in each of the five stages.
-        classes: outputs of the last layer.
-        channels: channels of the input image.
-        width: channels of the first stage; the others have 2, 4, 8 and 8 times as many.
+        depths: Convolutions in each of the five stages.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
+        width: Channels of the first stage; the others have 2, 4, 8 and 8 times as many.
 
     Shape: `[B, channels, H, W] -> [B, classes]`, for images of 32 x 32 or more.
     """
@@ -77,9 +76,9 @@ class VGGLike(nn.Module):
     """Five stages of convolutions with dropout and a max-pool each, then two linear layers.
 
     Args:
-        classes: outputs of the last layer.
-        channels: channels of the input image.
-        width: channels of the first stage; the others have 2, 4, 8 and 8 times as many, the hidden layer 8 times.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
+        width: Channels of the first stage; the others have 2, 4, 8 and 8 times as many, the hidden layer 8 times.
 
     Shape: `[B, channels, H, W] -> [B, classes]`, for images of at most 32 x 32.
     """
@@ -107,25 +106,27 @@ class VGGLike(nn.Module):
 
 
 def vgg16(classes: int = 10, channels: int = 3) -> VGG:
-    """VGG-16 with batch norm: `[B, channels, H, W] -> [B, classes]`, 14.73 M parameters.
+    """Build a VGG-16 with batch norm, 14.73 M parameters; arguments as in `VGG`.
 
-    >>> import torch
-    >>> vgg16(classes=10).eval()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> vgg16(classes=10).eval()(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     return VGG((2, 2, 3, 3, 3), classes, channels)
 
 
 def vgg19(classes: int = 10, channels: int = 3) -> VGG:
-    """VGG-19 with batch norm: `[B, channels, H, W] -> [B, classes]`, 20.04 M parameters."""
+    """Build a VGG-19 with batch norm, 20.04 M parameters; arguments as in `VGG`."""
     return VGG((2, 2, 4, 4, 4), classes, channels)
 
 
 def vgg_like(classes: int = 10, channels: int = 3) -> VGGLike:
-    """The VGG-like network: `[B, channels, 32, 32] -> [B, classes]`, 14.99 M parameters.
+    """Build the VGG-like network, 14.99 M parameters; arguments as in `VGGLike`.
 
-    >>> import torch
-    >>> vgg_like(classes=10).eval()(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> vgg_like(classes=10).eval()(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     return VGGLike(classes, channels)

@@ -1,9 +1,9 @@
 """Vision transformers for small images (Dosovitskiy et al., 2021, "An Image Is Worth 16x16 Words").
 
-An image is split into patches, each of which becomes a token. A class token is prepended, and positions are added.
-Then follow blocks of attention and a feed-forward network, both with a norm before and a residual connection. A
-linear layer reads the class token. Weights are drawn from a normal distribution of deviation 0.02, truncated at two
-deviations, as in the authors' code.
+An image is split into patches, one token each. A class token is prepended, and positions are added. Blocks of attention
+and a feed-forward network follow, both with a norm before and a residual connection. A linear layer reads the class
+token. Weights are drawn from a normal distribution of deviation 0.02, truncated at two deviations, as in the authors'
+code.
 """
 
 import torch
@@ -51,20 +51,21 @@ class ViT(nn.Module):
     """A vision transformer of `depth` blocks; the defaults are ViT-S/4, 21,342,346 parameters for CIFAR-10.
 
     Args:
-        classes: outputs of the last layer.
-        channels: channels of the input image.
-        size: height and width of the input image, a multiple of `patch`.
-        patch: height and width of a patch.
-        width: channels of a token, a multiple of `heads`.
-        depth: the number of blocks.
-        heads: heads of each attention.
-        expansion: ratio of the feed-forward network's width to that of a token.
-        dropout: rate of the dropout after the positions, each attention and each feed-forward layer.
+        classes: Outputs of the last layer.
+        channels: Channels of the input image.
+        size: Height and width of the input image, a multiple of `patch`.
+        patch: Height and width of a patch.
+        width: Channels of a token, a multiple of `heads`.
+        depth: The number of blocks.
+        heads: Heads of each attention.
+        expansion: Ratio of the feed-forward network's width to that of a token.
+        dropout: Rate of the dropout after the positions, each attention and each feed-forward layer.
 
     Shape: `[B, channels, size, size] -> [B, classes]`.
 
-    >>> vit(classes=10, width=48, depth=2, heads=3)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> vit(classes=10, width=48, depth=2, heads=3)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(
@@ -117,5 +118,5 @@ vit = ViT
 
 
 def vit_tiny(classes: int = 10, channels: int = 3, size: int = 32, patch: int = 4, dropout: float = 0.0) -> ViT:
-    """ViT-Ti/4, of width 192 with three heads: `[B, channels, size, size] -> [B, classes]`, 5,362,762 parameters."""
+    """Build a ViT-Ti/4 of width 192 with three heads, 5,362,762 parameters; arguments as in `ViT`."""
     return ViT(classes, channels, size, patch, width=192, heads=3, dropout=dropout)

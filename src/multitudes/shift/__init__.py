@@ -1,7 +1,7 @@
 """Shifted data: image corruptions, attacks, noise at one frequency, sequences of moving images.
 
-Imports `ensemble` and what it imports. A corruption is one row in `corruptions.py`: its function, and its parameters at
-the five severities for small and large images.
+Imports `ensemble` and what it imports. A corruption is one row in `corruptions.py`: a function, and its parameters at
+five severities for small and large images.
 """
 
 from multitudes.shift.attacks import Attack, fgsm, iterative_fast_sign, pgd

@@ -14,16 +14,16 @@ Bounds = tuple[float, float] | None
 
 
 def class_predictions(net: nn.Module, x: Tensor, draws: int | None, seed: int | None) -> Tensor:
-    """Predict classes of `x` by a multitude or a plain network, `[S, B, C]`."""
+    """Predict classes with a multitude or a plain network, `[S, B, C]`."""
     multitude = multitude_of(net)
     if multitude.reading.class_axis != 1:
         raise ValueError(f"net must be for classification, got a multitude for {multitude.task}")
     if draws is not None and multitude is not net:
-        raise ValueError(f"draws={draws!r} is for a multitude, got a {type(net).__name__}")
+        raise ValueError(f"draws={draws!r} needs a multitude, got a {type(net).__name__}")
     predictions = multitude(x, draws=draws, seed=seed)
     if predictions.dim() != 3 or predictions.shape[1] != len(x) or predictions.shape[2] < 2:
         raise ValueError(
-            f"net must give [S, B, C], with 2 or more classes and B = {len(x)} inputs, got {list(predictions.shape)}"
+            f"net must return [S, B, C], with 2 or more classes and B = {len(x)} inputs, got {list(predictions.shape)}"
         )
     return predictions
 
@@ -39,7 +39,7 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> None:
 
 
 def check_classes(name: str, labels: Tensor, classes: int) -> None:
-    """Raise unless labels are among the classes that a network predicts."""
+    """Raise unless labels are below the number of classes."""
     _check_all(labels < classes, labels, f"{name} must hold classes 0 to {classes - 1}")
 
 
@@ -74,13 +74,13 @@ def check_bounds(bounds: Bounds) -> None:
         return
     pair = isinstance(bounds, tuple) and len(bounds) == 2
     if not pair or any(isinstance(b, bool) or not isinstance(b, (int, float)) or not math.isfinite(b) for b in bounds):
-        raise ValueError(f"bounds must be None or (least, largest), two finite numbers, got {bounds!r}")
+        raise ValueError(f"bounds must be None or (minimum, maximum), two finite numbers, got {bounds!r}")
     if not bounds[0] < bounds[1]:
-        raise ValueError(f"bounds must be (least, largest) with the least first, got {bounds!r}")
+        raise ValueError(f"bounds must be (minimum, maximum) in this order, got {bounds!r}")
 
 
-def _check_all(right: Tensor, values: Tensor, what: str) -> None:
+def _check_all(valid: Tensor, values: Tensor, message: str) -> None:
     """Raise with the first invalid value unless all are valid."""
-    if not bool(right.all()):
-        first = (~right).nonzero()[0].tolist()
-        raise ValueError(f"{what}, got {values[tuple(first)].item()} at {first if len(first) > 1 else first[0]}")
+    if not bool(valid.all()):
+        first = (~valid).nonzero()[0].tolist()
+        raise ValueError(f"{message}, got {values[tuple(first)].item()} at {first if len(first) > 1 else first[0]}")

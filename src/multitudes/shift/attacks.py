@@ -8,8 +8,8 @@
 - `iterative_fast_sign`: many steps of a fixed length along the sign of the gradient, without a ball around the input
   (Neklyudov et al., "Variance Networks: When Expectation Does Not Meet Your Expectations", 2019, section 6.3).
 
-An attack raises the loss of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted attack lowers it
-for the target class. Each step makes new draws, to attack the expectation over draws.
+An attack increases the loss of the mean over members and draws, `-log (1/S sum_s p_s(y | x))`; a targeted attack
+decreases it for the target class. Each step makes new draws, to attack the expectation over draws.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.base.checks import check_count, check_number, check_seed
+from multitudes.base.checks import check_choice, check_count, check_number, check_seed
 from multitudes.networks.calls import evaluating
 from multitudes.networks.seeds import mixed
 from multitudes.shift.arguments import Bounds, check_call, check_classes, check_labels, class_predictions
@@ -35,46 +35,45 @@ from multitudes.tasks.predictive import Predictive
 class Attack:
     """Attacked images, and their predictions at each iteration.
 
-    Iteration 0 is the given input, iteration k the result of k steps, and K the last.
+    Iteration 0 is the given input, iteration k the result of k of K steps.
 
-    >>> y, predicted = torch.tensor([0, 1, 1, 1]), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]])
-    >>> attack = Attack(torch.zeros(4, 1), predicted, torch.zeros(2, 4), y, targeted=False, labels=y)
-    >>> attack.accuracy
-    tensor([0.7500, 0.5000])
-    >>> attack.success_rate  # of three that were right, two are now wrong
-    tensor([0.0000, 0.6667])
+    Args:
+        images: Attacked images `[B, ...]`, with the dtype and device of the input.
+        predicted: Most probable class at each iteration, `[K + 1, B]`.
+        entropies: Entropy of the predictive mean in nats at each iteration, `[K + 1, B]`.
+        y: Classes to move away from, or to reach if `targeted`, `[B]`.
+        targeted: True if the attack was to reach `y`.
+        labels: True classes `[B]`, if known.
+
+    Example:
+        >>> y, predicted = torch.tensor([0, 1, 1, 1]), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]])
+        >>> attack = Attack(torch.zeros(4, 1), predicted, torch.zeros(2, 4), y, targeted=False, labels=y)
+        >>> attack.accuracy
+        tensor([0.7500, 0.5000])
+        >>> attack.success_rate  # two of the three correct ones are now wrong
+        tensor([0.0000, 0.6667])
     """
 
     images: Tensor
-    """Attacked images, `[B, ...]`, with the dtype and device of the input."""
-
     predicted: Tensor
-    """Most probable class at each iteration, `[K + 1, B]`."""
-
     entropies: Tensor
-    """Entropy of the predictive mean in nats at each iteration, `[K + 1, B]`."""
-
     y: Tensor
-    """Classes that the attack moves away from, or towards if `targeted`, `[B]`."""
-
     targeted: bool
     labels: Tensor | None
-    """True classes, `[B]`, if known."""
 
     @property
     def accuracy(self) -> Tensor:
-        """Fraction of inputs with the true class predicted, at each iteration, `[K + 1]`."""
+        """Share of correct predictions at each iteration, `[K + 1]`."""
         if self.labels is None:
-            raise ValueError("accuracy needs the true classes: give the targeted attack labels=")
+            raise ValueError("accuracy needs the true classes: pass labels= to the targeted attack")
         return (self.predicted == self.labels).float().mean(1)
 
     @property
     def success_rate(self) -> Tensor:
-        """Fraction of successful attacks, among inputs where it could succeed, `[K + 1]`.
+        """Share of successful attacks at each iteration, `[K + 1]`, among inputs not yet in the desired state at first.
 
-        Untargeted: among correctly classified inputs, those with another class now (the attack success rate of Park
-        & Kim, Table E.2). Targeted: among inputs with another class predicted, those with `y` now. NaN without such
-        inputs.
+        Untargeted: share of the correct inputs that now have another class (attack success rate of Park & Kim, Table
+        E.2). Targeted: share of the inputs with another class that now have `y`. NaN without such inputs.
         """
         reached = (self.predicted == self.y) if self.targeted else (self.predicted != self.y)
         return reached[:, ~reached[0]].float().mean(1)
@@ -86,13 +85,15 @@ class Attack:
 
     @staticmethod
     def concat(parts: Iterable[Attack]) -> Attack:
-        """Join the attacks on several batches, with the same steps and the same `targeted`."""
+        """Join the attacks on several batches, with the same number of steps and the same `targeted`."""
         parts = list(parts)
         if not parts:
             raise ValueError("parts must hold at least one Attack, got none")
-        kinds = {(part.targeted, len(part.predicted), part.labels is None) for part in parts}
+        kinds = {(part.targeted, len(part.predicted) - 1, part.labels is None) for part in parts}
         if len(kinds) > 1:
-            raise ValueError("parts must be alike in targeted, in their number of steps, and in having labels")
+            raise ValueError(
+                f"parts must have the same (targeted, number of steps, labels is None), got {sorted(kinds)}"
+            )
         labels = [part.labels for part in parts if part.labels is not None]
         return Attack(
             images=torch.cat([part.images for part in parts]),
@@ -119,26 +120,26 @@ def fgsm(
 ) -> Attack:
     """Attack by the fast gradient sign method: `x + epsilon sign(grad L)`.
 
-    With `frequencies=(low, high)`, in units of pi (see `frequency_noise`), only that band of the sign's spectrum is
-    kept, scaled so that the largest change to an image is epsilon: `x + c F^-1(F(sign(grad L)) * M)`.
+    With `frequencies=(low, high)`, only that band of the sign's spectrum is kept, scaled so that the largest change of
+    an image is epsilon: `x + c F^-1(F(sign(grad L)) * M)`.
 
     Args:
-        net: a multitude for classification, or a plain network `[B, ...] -> [B, C]`. It runs in evaluation mode, and
-            is not changed.
-        x: images `[B, ...]` within the bounds.
-        y: classes to move away from, `[B]`; with `targeted`, classes to reach.
-        epsilon: radius of the l-inf ball, respected exactly even after rounding and clipping.
-        frequencies: frequency band of the perturbation, before clipping; None for all frequencies.
-        targeted: whether `y` are the classes to reach.
-        labels: true classes for a targeted attack, to compute its accuracy.
-        draws: draws per member to average the gradient over; by default the network's own number.
-        seed: makes draws reproducible.
-        bounds: minimum and maximum of a pixel; None for no bounds.
+        net: Multitude for classification or plain network `[B, ...] -> [B, C]`; it runs in evaluation mode.
+        x: Images `[B, ...]` within the bounds.
+        y: Classes to move away from, `[B]`; with `targeted`, classes to reach.
+        epsilon: Radius of the l-inf ball, never exceeded even after rounding and clipping.
+        frequencies: Band of the perturbation before clipping, in units of pi (see `frequency_noise`); None for all.
+        targeted: True to reach the classes `y`.
+        labels: True classes for a targeted attack, to compute its accuracy.
+        draws: Draws per member to average the gradient over; by default the network's number.
+        seed: Seed of the draws.
+        bounds: Minimum and maximum of a pixel; None for no bounds.
 
-    >>> net = nn.Linear(2, 2)
-    >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
-    >>> fgsm(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25).images
-    tensor([[0.2500, 0.7500]])
+    Example:
+        >>> net = nn.Linear(2, 2)
+        >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+        >>> fgsm(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25).images
+        tensor([[0.2500, 0.7500]])
     """
     check_number("epsilon", epsilon, 0)
     if frequencies is not None:
@@ -174,26 +175,25 @@ def pgd(
     With `norm="linf"` a step is `step_size sign(grad L)`, with `norm="l2"` it is `step_size grad L / |grad L|_2`.
 
     Args:
-        net, x, y, targeted, labels, draws, bounds: see `fgsm`.
-        epsilon: radius of the ball, respected exactly even after rounding and clipping; the l2 norm is computed in
-            float64.
-        steps: number of steps.
-        step_size: length of one step; the default `2.5 epsilon / steps` can cross the ball.
+        net: Network, as in `fgsm`; also `x`, `y`, `targeted`, `labels`, `draws` and `bounds`.
+        epsilon: Radius of the ball, never exceeded even after rounding and clipping.
+        steps: Number of steps.
+        step_size: Length of a step; the default `2.5 epsilon / steps` can cross the ball.
         norm: `"linf"` or `"l2"`, for the ball and the steps.
-        random_start: whether to start from a uniform point of the ball, instead of from `x`.
-        seed: makes the start and the draws reproducible.
+        random_start: True to start from a random point of the ball instead of `x`.
+        seed: Seed of the start and of the draws.
 
-    >>> net = nn.Linear(2, 2)
-    >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
-    >>> pgd(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25, norm="l2", random_start=False).images
-    tensor([[0.3500, 0.3000]])
+    Example:
+        >>> net = nn.Linear(2, 2)
+        >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        >>> pgd(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.25, norm="l2", random_start=False).images
+        tensor([[0.3500, 0.3000]])
     """
     check_number("epsilon", epsilon, 0)
     check_count("steps", steps)
     step = 2.5 * epsilon / steps if step_size is None else step_size
     check_number("step_size", step, 0)
-    if norm not in ("linf", "l2"):
-        raise ValueError(f"norm must be 'linf' or 'l2', got {norm!r}")
+    check_choice("norm", norm, ("linf", "l2"))
     near = _near if norm == "linf" else _near_l2
 
     def advance(images: Tensor, direction: Tensor) -> Tensor:
@@ -222,18 +222,20 @@ def iterative_fast_sign(
     """Attack by iterative fast sign: `x_{k+1} = x_k + step_size sign(grad L(x_k))`, clipped only to the bounds.
 
     Fig. 2 of the variance networks paper shows the `success_rate` and the `entropy` of such an attack with
-    `targeted=True`, 10 draws of each network, and a step of 0.5 in pixel units that the paper does not name. For units
-    from 0 to 255, this is `step_size=0.5 / 255` here.
+    `targeted=True`, 10 draws of each network, and a step of 0.5 in unnamed pixel units. For units from 0 to 255, this
+    is `step_size=0.5 / 255` here.
 
     Args:
-        net, x, y, targeted, labels, draws, seed, bounds: see `fgsm`.
-        step_size: the paper's epsilon, the exact maximum change of a pixel in one step.
-        steps: number of steps.
+        net: Network, as in `fgsm`; also `x`, `y`, `targeted`, `labels`, `draws`, `seed` and `bounds`.
+        step_size: The paper's epsilon, the maximum change of a pixel in one step.
+        steps: Number of steps.
 
-    >>> net = nn.Linear(2, 2)
-    >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
-    >>> iterative_fast_sign(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.125, steps=3, targeted=True).images
-    tensor([[0.8750, 0.1250]])
+    Example:
+        >>> net = nn.Linear(2, 2)
+        >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+        >>> attack = iterative_fast_sign(net, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), 0.125, 3, targeted=True)
+        >>> attack.images
+        tensor([[0.8750, 0.1250]])
     """
     check_number("step_size", step_size, 0)
     check_count("steps", steps)
@@ -260,17 +262,17 @@ def _attack(
     seed: int | None,
     bounds: Bounds,
 ) -> Attack:
-    """Run `advance(images, ascent direction of the objective)` for `steps` steps, from `start()` or from `x`."""
+    """Run `advance(images, ascent direction)` for `steps` steps, from `start()` or from `x`."""
     check_call(net, x, bounds)
     check_labels("y", y, x)
     check_seed(seed)
     if labels is not None:
         check_labels("labels", labels, x)
         if not targeted:
-            raise ValueError("labels are for a targeted attack; an untargeted one has the true classes in y")
+            raise ValueError("labels are only for a targeted attack: an untargeted one has the true classes in y")
         labels = labels.to(x.device)
     y = y.to(x.device)
-    # With a seed, each iteration has its own draws; otherwise the attack would overfit one set of draws.
+    # With a seed, each iteration has its own draws: with the same draws the attack would overfit these.
     seeds = [None if seed is None else mixed(seed, step) for step in range(steps + 1)]
     record: list[tuple[Tensor, Tensor]] = []
 
@@ -327,18 +329,18 @@ def _odds(predictions: Tensor, y: Tensor) -> Tensor:
 
 
 def _near(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
-    """Return the nearest images within the bounds that differ from `x` by at most epsilon in every pixel, exactly."""
+    """Clip images to the bounds and to a difference from `x` of at most epsilon in every pixel, exactly."""
     radius = torch.tensor(epsilon, dtype=x.dtype, device=x.device)
     radius = torch.where(radius.double() > epsilon, radius.nextafter(torch.zeros_like(radius)), radius).double()
     exact = x.double()
     near = images.double().clamp(exact - radius, exact + radius).to(x.dtype)
-    return _clipped(torch.where((near.double() - exact).abs() > radius, torch.nextafter(near, x), near), bounds)
+    return _clip(torch.where((near.double() - exact).abs() > radius, torch.nextafter(near, x), near), bounds)
 
 
 def _near_l2(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tensor:
-    """Return images within the bounds whose l2 distance from `x` is at most epsilon, exactly."""
-    images = _clipped(images, bounds)
-    # If clipping and rounding leave the ball, pull back a little more each time, in the limit to x itself.
+    """Clip images to the bounds, and pull them to an l2 distance from `x` of at most epsilon, exactly."""
+    images = _clip(images, bounds)
+    # If clipping and rounding leave the ball, pull a little more each time, in the limit to x itself.
     slack = torch.finfo(x.dtype).eps / 2
     while True:
         change = images.double() - x.double()
@@ -347,11 +349,11 @@ def _near_l2(x: Tensor, images: Tensor, epsilon: float, bounds: Bounds) -> Tenso
         if not bool(over.any()):
             return images
         pulled = (x.double() + epsilon / length * max(0.0, 1 - slack) * change).to(x.dtype)
-        images = _clipped(torch.where(over, pulled, images), bounds)
+        images = _clip(torch.where(over, pulled, images), bounds)
         slack *= 2
 
 
-def _clipped(images: Tensor, bounds: Bounds) -> Tensor:
+def _clip(images: Tensor, bounds: Bounds) -> Tensor:
     return images if bounds is None else images.clamp(*bounds)
 
 
@@ -363,7 +365,7 @@ def _unit(direction: Tensor) -> Tensor:
 
 
 def _in_unit_ball(x: Tensor, norm: str, seed: int | None) -> Tensor:
-    """Draw uniform points from the unit ball, `[B, ...]`, on the CPU so that a seed gives the same on all devices."""
+    """Draw uniform points from the unit ball, `[B, ...]`, on the CPU: the same for all devices."""
     generator, like = generator_of(seed), torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
     if norm == "linf":
         return uniform(x.shape, -1, 1, like, generator).to(x)

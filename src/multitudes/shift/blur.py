@@ -14,8 +14,7 @@ from multitudes.shift.noise import uniform
 def disk(radius: float, rim: float) -> Tensor:
     """Return a disk `[K, K]` with a blurred rim that sums to 1.
 
-    The published kernel truncates the blur of a disk of radius 8, so it sums to slightly more than 1. Here
-    the grid has room for the rim.
+    The published kernel truncates the blur at radius 8 and sums to slightly more than 1. This grid includes the rim.
     """
     spread = 1 if radius <= 8 else 2
     reach = math.ceil(radius) + spread
@@ -33,28 +32,26 @@ def defocus_blur(x: Tensor, generator: torch.Generator, radius: float, rim: floa
 def glass_blur(x: Tensor, generator: torch.Generator, sigma: float, reach: int, rounds: int) -> Tensor:
     """Blur, exchange neighbouring pixels, and blur again, like frosted glass.
 
-    Each pixel, from the last to the first, changes places with a random one at most `reach` away, as in the
-    published code's loop. (For colour images that loop copies one pixel over the other, since NumPy slices are views.
-    Here they are exchanged.)
+    As in the published code, each pixel, from the last to the first, is exchanged with a random one at most `reach`
+    away. (For colour images that code copies one pixel over the other, since NumPy slices are views.)
     """
     blurred = gaussian_filter(x, sigma)
     batch, channels, height, width = x.shape
     rows, columns = max(height - 2 * reach, 0), max(width - 2 * reach, 0)
     shape = (rounds, 2, batch, rows, columns)
     moves = torch.randint(-reach, reach, shape, generator=generator, device=x.device)
-    source = exchanged(height, width, reach, moves)
+    source = exchange_pixels(height, width, reach, moves)
     shuffled = blurred.flatten(2).gather(2, source[:, None].expand(-1, channels, -1)).view_as(x)
     return gaussian_filter(shuffled, sigma)
 
 
-def exchanged(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
+def exchange_pixels(height: int, width: int, reach: int, moves: Tensor) -> Tensor:
     """Return the source of each shuffled pixel, `[B, H * W]`, for moves `[rounds, 2, B, rows, columns]`.
 
-    `moves[round, :, image, i, j]` is the offset, in rows and columns, of the other pixel, for the pixel i rows and j
-    columns before the last that has room to move. The loop runs over i, then j. An exchange touches less than `2 reach`
-    rows and columns around its pixel. So pixels with equal `2 reach i + j` touch no common pixel. Of two that do, the
-    one with the smaller number comes first in the loop. Therefore one batch per number, in ascending order, gives
-    exactly the result of the loop.
+    `moves[round, :, image, i, j]` is the offset, in rows and columns, from the pixel that is i rows and j columns
+    before the last movable one to its partner. The published loop runs over i, then j. An exchange touches less than
+    `2 reach` rows and columns around its pixel. So pixels with equal `n = 2 reach i + j` touch no common pixel, and of
+    two pixels that do, the one with the smaller n comes first. One batch per n, in ascending order, equals the loop.
     """
     batch, rows, columns = moves.shape[2:]
     source = torch.arange(height * width, device=moves.device).repeat(batch, 1)

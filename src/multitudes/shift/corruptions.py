@@ -1,11 +1,10 @@
-"""Corruptions of images, to measure how well a network does on bad images and whether its uncertainty reflects it.
+"""Corruptions of images: the fifteen common ones and four extra ones at five severities, for whole batches.
 
 D. Hendrycks, T. Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, ICLR
-2019. The fifteen corruptions and the four extra ones at the five published severities, as functions of whole batches.
-Images of up to 64 pixels a side use the parameters of CIFAR-10-C, larger ones those of ImageNet-C.
+2019. Images of up to 64 pixels a side use the parameters of CIFAR-10-C, larger ones those of ImageNet-C.
 
-Severity ranks images by how hard they are to recognise, not by how much they are changed. The mean squared change
-rises with it, except for these steps of the published parameters:
+Severity ranks images by how hard they are to recognise. The mean squared change increases with it, except at these
+published parameters:
 
 - up to 64 pixels a side: glass_blur 2, 3 and 5 (more blur evens out the exchanged pixels), motion_blur 4 (same sigma),
   frost 3 to 5 (a darker image under the ice), elastic_transform 2 to 5 (smaller affine parts), spatter 4 (mud after
@@ -179,18 +178,25 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def corrupt(images: Tensor, name: str, severity: int, seed: int | None = None) -> Tensor:
-    """Corrupt images `[B, C, H, W]` in [0, 1]; returns a new tensor of the same shape, dtype and device, in [0, 1].
+    """Corrupt images; each has its own noise, angle, cloud or ice. There is no gradient.
 
-    C is 1 or 3, and H and W are at least 8. `name` is in `CORRUPTIONS` or `EXTRA`, and `severity` is 1 to 5. Each
-    image has its own noise, angle, cloud or ice. The same `seed` gives the same corruption on the same kind of device
-    and does not touch torch's global generator; without one, a seed is drawn from it. There is no gradient.
+    Args:
+        images: Images `[B, C, H, W]` in [0, 1], with C = 1 or 3, and H and W at least 8.
+        name: Name in `CORRUPTIONS` or `EXTRA`.
+        severity: 1 to 5.
+        seed: Seed of the corruption, reproducible on the same kind of device without using torch's global generator;
+            by default drawn from it.
 
-    >>> images = torch.full((2, 3, 32, 32), 0.5)
-    >>> foggy = corrupt(images, "fog", 3, seed=0)
-    >>> foggy.shape, bool((foggy >= 0).all() and (foggy <= 1).all())
-    (torch.Size([2, 3, 32, 32]), True)
-    >>> corrupt(images, "brightness", 5)[0, 0, 0, 0]
-    tensor(0.8000)
+    Returns:
+        New images of the same shape, dtype and device in [0, 1].
+
+    Example:
+        >>> images = torch.full((2, 3, 32, 32), 0.5)
+        >>> foggy = corrupt(images, "fog", 3, seed=0)
+        >>> foggy.shape, bool((foggy >= 0).all() and (foggy <= 1).all())
+        (torch.Size([2, 3, 32, 32]), True)
+        >>> corrupt(images, "brightness", 5)[0, 0, 0, 0]
+        tensor(0.8000)
     """
     _check(images, name, severity)
     generator = generator_of(seed, images.device)
@@ -213,5 +219,5 @@ def _check(images: Tensor, name: str, severity: int) -> None:
             f"images must be [B, C, H, W] with 1 or 3 channels and 8 or more pixels a side, got {list(images.shape)}"
         )
     if images.dtype not in DTYPES:
-        raise ValueError(f"images must be of one of the types {', '.join(map(str, DTYPES))}, got {images.dtype}")
+        raise ValueError(f"images must have a dtype of {', '.join(map(str, DTYPES))}, got {images.dtype}")
     check_values("images", images, (0, 1))

@@ -22,8 +22,8 @@ def contrast(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
 def saturate(x: Tensor, generator: torch.Generator, factor: float, addition: float) -> Tensor:
     """Change the saturation s to `a s + b`, in hue, saturation and value.
 
-    A grey pixel of a colour image has hue 0, red, so b > 0 makes it reddish, as in the published code. A grey
-    image has no colour and stays unchanged.
+    A grey pixel of a colour image has hue 0, red, so b > 0 makes it reddish, as in the published code. Images of one
+    channel do not change.
     """
     if x.shape[1] == 1:
         return x
@@ -47,14 +47,12 @@ def elastic_transform(
     side = min(height, width)
     row = torch.arange(height, dtype=x.dtype, device=x.device)[:, None].expand(height, width)
     column = torch.arange(width, dtype=x.dtype, device=x.device).expand(height, width)
-    right, down, shift = _affine(x, affine * side, generator)[:, :, None, None].unbind(
-        1
-    )  # no matrix product: places need full precision
-    places = column[..., None] * right + row[..., None] * down + shift  # [B, H, W, 2]
-    x = _sampled(x, places, at_centres=True)
+    right, down, shift = _affine(x, affine * side, generator)[:, :, None, None].unbind(1)
+    places = column[..., None] * right + row[..., None] * down + shift  # [B, H, W, 2]; no matrix product: less precise
+    x = _sample(x, places, at_centres=True)
     moves = uniform((batch, 2, height, width), -1, 1, x, generator)
     moves = strength * side * gaussian_filter(moves, smoothness * side, "reflect", truncate=3)
-    return _sampled(x, torch.stack([column, row], -1) + moves.movedim(1, -1), at_centres=False)
+    return _sample(x, torch.stack([column, row], -1) + moves.movedim(1, -1), at_centres=False)
 
 
 def _affine(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
@@ -68,7 +66,7 @@ def _affine(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
     return torch.linalg.solve(moved, (centre + arms).expand(len(x), -1, -1)).to(x.dtype)
 
 
-def _sampled(x: Tensor, places: Tensor, at_centres: bool) -> Tensor:
+def _sample(x: Tensor, places: Tensor, at_centres: bool) -> Tensor:
     """Sample images `[B, C, H, W]` at places `[B, H, W, 2]` (column, row), reflecting at pixel centres or edges."""
     size = places.new_tensor([x.shape[3], x.shape[2]])
     grid = 2 * places / (size - 1) - 1 if at_centres else (2 * places + 1) / size - 1
@@ -86,7 +84,7 @@ def pixelate(x: Tensor, generator: torch.Generator, kept: float) -> Tensor:
 def box_matrix(size: int, new_size: int) -> Tensor:
     """Return the matrix `[new_size, size]` of Pillow's box filter: the mean of the pixels with centres in the box.
 
-    For a centre on the box's edge, rounding decides. The order of operations is Pillow's, so the result is the same.
+    The order of operations is Pillow's, so that rounding includes the same centres on a box's edge.
     """
     scale = size / new_size
     width = max(scale, 1.0)
@@ -99,7 +97,7 @@ def box_matrix(size: int, new_size: int) -> Tensor:
 
 
 def jpeg_compression(x: Tensor, generator: torch.Generator, quality: int) -> Tensor:
-    """Save as JPEG and load again with Pillow, image by image on the CPU, in 8 bits."""
+    """Compress images to JPEG and load them again with Pillow, on the CPU in 8 bits."""
     pillow = needed("PIL.Image", "shift", "jpeg_compression")
     channels, height, width = x.shape[1:]
     pixels = (x * 255).round().to(torch.uint8).movedim(1, -1).contiguous().cpu()

@@ -1,8 +1,7 @@
-"""Shared filters of the corruptions: separable filters as matrices, motion along a line.
+"""Filters of the corruptions: separable filters as matrices, motion along a line.
 
 A separable filter of an image is `rows @ image @ columns.T`. This form is exact for every border rule and for
-kernels wider than the image, works on whole batches, and keeps full precision on a GPU, where convolutions by default
-do not.
+kernels wider than the image, works on batches, and keeps full precision on a GPU, unlike convolutions.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 
-def fold(index: Tensor, size: int, border: str) -> Tensor:
+def border_index(index: Tensor, size: int, border: str) -> Tensor:
     """Map indices outside 0 .. size - 1 inside, by SciPy's border rules `nearest`, `reflect`, `mirror` and `wrap`.
 
-    >>> [fold(torch.arange(-3, 7), 4, border).tolist() for border in ("reflect", "mirror", "wrap")]
+    >>> [border_index(torch.arange(-3, 7), 4, border).tolist() for border in ("reflect", "mirror", "wrap")]
     [[2, 1, 0, 0, 1, 2, 3, 3, 2, 1], [3, 2, 1, 0, 1, 2, 3, 2, 1, 0], [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]]
     """
     if border == "nearest":
@@ -28,12 +27,12 @@ def fold(index: Tensor, size: int, border: str) -> Tensor:
     return torch.minimum(index, (2 * size - 1 if border == "reflect" else period) - index)
 
 
-def band(taps: Tensor, size: int, border: str) -> Tensor:
+def banded_matrix(taps: Tensor, size: int, border: str) -> Tensor:
     """Return the matrix `[size, size]` that correlates a line with `taps` (an odd number, centred)."""
     radius = len(taps) // 2
     index = torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)
     matrix = torch.zeros(size, size, dtype=taps.dtype)
-    return matrix.scatter_add_(1, fold(index, size, border), taps.expand(size, -1))
+    return matrix.scatter_add_(1, border_index(index, size, border), taps.expand(size, -1))
 
 
 def gaussian_taps(sigma: float, radius: int) -> Tensor:
@@ -52,7 +51,7 @@ def gaussian_filter(x: Tensor, sigma: float, border: str = "nearest", truncate: 
     """Blur the last two dimensions by a Gaussian, as `scipy.ndimage.gaussian_filter` does."""
     taps = gaussian_taps(sigma, int(truncate * sigma + 0.5))
     height, width = x.shape[-2:]
-    return separable(x, band(taps, height, border), band(taps, width, border))
+    return separable(x, banded_matrix(taps, height, border), banded_matrix(taps, width, border))
 
 
 def correlate(x: Tensor, kernel: Tensor, border: str = "mirror") -> Tensor:
@@ -62,8 +61,8 @@ def correlate(x: Tensor, kernel: Tensor, border: str = "mirror") -> Tensor:
     out = torch.zeros_like(x)
     for offset, taps in enumerate(kernel, start=-radius):
         if bool((taps != 0).any()):
-            shifted = fold(torch.arange(height) + offset, height, border).to(x.device)
-            out += x.index_select(-2, shifted) @ band(taps, width, border).to(x).T
+            shifted = border_index(torch.arange(height) + offset, height, border).to(x.device)
+            out += x.index_select(-2, shifted) @ banded_matrix(taps, width, border).to(x).T
     return out
 
 
@@ -85,8 +84,8 @@ def zoom(x: Tensor, factor: float) -> Tensor:
 def motion(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
     """Blur images `[B, C, H, W]` along a line, each at its angle `[B]`, with half a Gaussian.
 
-    This is ImageMagick's motion blur, which the published benchmark uses: the 2 radius + 1 points of the line are
-    rounded to whole pixels, and points outside the image use its nearest pixel.
+    As in ImageMagick, used by the published benchmark, the `2 radius + 1` points of the line are rounded to whole
+    pixels, and points outside the image use the nearest pixel.
     """
     height, width = x.shape[-2:]
     steps = torch.arange(2 * radius + 1, dtype=torch.float64, device=x.device)
@@ -99,8 +98,8 @@ def motion(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
     pixels = x.movedim(1, -1)
     out = torch.zeros_like(pixels)
     for step, weight in enumerate(weights):
-        row = fold(torch.arange(height, device=x.device) + down[:, step, None], height, "nearest")
-        column = fold(torch.arange(width, device=x.device) + right[:, step, None], width, "nearest")
+        row = border_index(torch.arange(height, device=x.device) + down[:, step, None], height, "nearest")
+        column = border_index(torch.arange(width, device=x.device) + right[:, step, None], width, "nearest")
         out += weight * pixels[image, row[:, :, None], column[:, None, :]]
     return out.movedim(-1, 1)
 

@@ -1,12 +1,12 @@
-"""Noise at a chosen frequency.
+"""Noise of one frequency.
 
 Park & Kim, "Blurs Behave Like Ensembles: Spatial Smoothings to Improve Accuracy, Uncertainty, and Robustness" (2022),
 section 2.2 and Fig. 6: `x_noise = x + F^-1(F(delta) * M_f)`, where delta is Gaussian noise, F the two-dimensional
 Fourier transform and M_f a mask that passes a ring of frequencies of width w.
 
-Frequencies are in units of pi radians per pixel, so the paper's 0.3 pi is 0.3, and 1 is the highest possible in
-an image. The frequency of a wave is the larger of its vertical and horizontal frequency. The paper does not define it,
-but in the authors' code M_f is a square ring, the difference of two squares around frequency 0.
+Frequencies are in units of pi radians per pixel, so the paper's 0.3 pi is 0.3, and 1 is the highest possible. The
+frequency of a wave is the larger of its vertical and horizontal frequency, as in the authors' code, where M_f is the
+difference of two squares around frequency 0.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def band_limited(images: Tensor, low: float, high: float) -> Tensor:
     mask = band_mask(height, width, low, high)
     if not mask.any():
         raise ValueError(
-            f"frequencies from {low:g} to {high:g} pass none that images of {height} x {width} pixels hold, "
-            f"which are {_spacing(height)} down and {_spacing(width)} across"
+            f"no frequency of {height} x {width} images is from {low:g} to {high:g}: "
+            f"they are multiples of {2 / height:.3g} down and of {2 / width:.3g} across"
         )
     values = images.to(torch.promote_types(images.dtype, torch.float32))
     half = mask[:, : width // 2 + 1].to(images.device)  # the spectrum of a real image is symmetric
@@ -67,24 +67,24 @@ def frequency_noise(
     *,
     bounds: Bounds = None,
 ) -> Tensor:
-    """Add Gaussian noise of one frequency to images `[..., H, W]`: `x + F^-1(F(delta) * M_f)`.
+    """Add Gaussian noise of one frequency to images: `x + F^-1(F(delta) * M_f)`.
 
     A network's accuracy against it (Fig. 6c) is `metrics.accuracy(predict(net, frequency_noise(x, f)), y)`.
 
     Args:
-        images: floating-point images `[..., H, W]`; they are not changed.
+        images: Floating-point images `[..., H, W]`.
         frequency: f, the middle of the ring, from 0 to 1 in units of pi.
-        size: the standard deviation of delta. That of the noise is smaller, since the mask removes most of it:
-            `size` times the square root of the fraction of coefficients that pass, which grows with f.
+        size: Standard deviation of delta. That of the noise is `size` times the square root of the share of
+            coefficients in the ring, which increases with f.
         width: w, from the inner to the outer edge of the ring.
-        seed: makes the noise reproducible on every device, without touching torch's global generator. The same seed
-            gives the same delta at each frequency.
-        bounds: range to clip the noisy images to. Clipping adds a little noise at other frequencies.
+        seed: Seed of delta, the same for every frequency and device, without using torch's global generator.
+        bounds: Range to clip the noisy images to. Clipping adds a little noise at other frequencies.
 
-    >>> x = torch.zeros(1, 1, 32, 32)
-    >>> noise = frequency_noise(x, 0.5, size=1.0, seed=0)
-    >>> (torch.fft.fft2(noise).abs() > 1e-3).sum(), band_mask(32, 32, 0.45, 0.55).sum()
-    (tensor(64), tensor(64))
+    Example:
+        >>> x = torch.zeros(1, 1, 32, 32)
+        >>> noise = frequency_noise(x, 0.5, size=1.0, seed=0)
+        >>> (torch.fft.fft2(noise).abs() > 1e-3).sum(), band_mask(32, 32, 0.45, 0.55).sum()
+        (tensor(64), tensor(64))
     """
     check_floats("images", images)
     check_number("frequency", frequency, 0, 1)
@@ -101,21 +101,18 @@ def frequency_noise(
 
 
 def band_at_full_size(change: Tensor, low: float, high: float) -> Tensor:
-    """Return the band's part of sign changes `[B, ..., H, W]`, each scaled to a largest change of 1.
-
-    It is 0 if a change has no part in the band.
-    """
+    """Limit changes `[B, ..., H, W]` to a band, and scale each to a largest value of 1; 0 if the band is empty."""
     part = band_limited(change, low, high)
     peak = part.flatten(1).abs().amax(1).view(-1, *[1] * (part.dim() - 1))
     return torch.where(peak > 1e-5, part / peak.clamp(min=1e-5), 0.0)  # smaller peaks are rounding errors
 
 
 def check_band(frequencies: tuple[float, float], x: Tensor) -> None:
-    """Raise unless the band is two frequencies in order, with some frequency of the images between them."""
+    """Raise unless the band is two frequencies in order that contain a frequency of the images."""
     if not isinstance(frequencies, tuple) or len(frequencies) != 2 or not 0 <= frequencies[0] < frequencies[1] <= 1:
         raise ValueError(f"frequencies must be (low, high), from 0 to 1 in units of pi, got {frequencies!r}")
     if not isinstance(x, Tensor) or x.dim() < 3:
-        raise ValueError(f"frequencies={frequencies} need images x [B, ..., H, W], got {getattr(x, 'shape', x)}")
+        raise ValueError(f"x must be images [B, ..., H, W] with frequencies, got {getattr(x, 'shape', x)}")
     band_limited(torch.zeros(x.shape[-2:]), *frequencies)  # raises for an empty band
 
 
@@ -127,7 +124,3 @@ def _frequencies(height: int, width: int) -> Tensor:
     down = 2 * torch.fft.fftfreq(height, dtype=torch.float64).abs()
     across = 2 * torch.fft.fftfreq(width, dtype=torch.float64).abs()
     return torch.maximum(down[:, None], across).round(decimals=_DIGITS)
-
-
-def _spacing(pixels: int) -> str:
-    return f"multiples of {2 / pixels:.3g}"

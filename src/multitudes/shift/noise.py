@@ -1,7 +1,4 @@
-"""Random numbers independent of torch's global generator; and noise: Gaussian, shot, impulse, speckle.
-
-Each channel of each pixel has its own noise.
-"""
+"""Random numbers independent of torch's global generator, and noise of each value: Gaussian, shot, impulse, speckle."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sequences of images: one image that shifts pixel by pixel, and a synthetic video with labels.
 
 - `translated`: shift-translated sequences, to measure consistency (Zhang, *Making Convolutional Networks
-  Shift-Invariant Again*, 2019; Park & Kim, *Blurs Behave Like Ensembles*, 2022, appendix E.1). Neighbouring frames show
-  the same thing, so a good network predicts the same class for them.
+  Shift-Invariant Again*, 2019; Park & Kim, *Blurs Behave Like Ensembles*, 2022, appendix E.1).
 - `video`: a stream for temporal smoothing (ibid., Table 2): a shape that moves, turns and changes size on a
   textured background, with sensor noise. Every frame and every pixel has a label.
 """
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multitudes.base.checks import check_choice, check_count, check_number, check_seed
-from multitudes.shift.filters import fold, gaussian_filter
+from multitudes.shift.filters import border_index, gaussian_filter
 from multitudes.shift.noise import generator_of
 
 # Shift-translated sequences -----------------------------------------------------------------------------
@@ -49,34 +48,36 @@ def translated(
     """Shift images by `step` pixels from frame to frame: `[B, C, H, W] -> [T, B, C, H, W]`, T = steps + 1.
 
     Args:
-        images: of any dtype, with at least 2 pixels a side; they are the first frame.
-        steps: M of eq. 37, the number of shifts.
-        step: pixels per shift.
-        direction: one of `DIRECTIONS`, or "random" for a random one for each image.
-        padding: content at the border: "reflect", the mirror image, without repeating the border pixels;
-            "zeros"; or "circular", what leaves on the other side.
-        seed: makes random directions reproducible, without touching torch's global generator.
+        images: Images of any dtype with at least 2 pixels a side, the first frame.
+        steps: Number of shifts, M in eq. 37.
+        step: Pixels per shift.
+        direction: One of `DIRECTIONS`, or "random" for a random one for each image.
+        padding: Content at the border: "reflect" (without repeating the border pixels), "zeros" or "circular".
+        seed: Seed of random directions, without using torch's global generator.
 
-    >>> image = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])[None, None]
-    >>> for padding in ("reflect", "zeros", "circular"):
-    ...     print(translated(image, 2, padding=padding)[:, 0, 0, 0].tolist())
-    [[1, 2, 3, 4], [2, 1, 2, 3], [3, 2, 1, 2]]
-    [[1, 2, 3, 4], [0, 1, 2, 3], [0, 0, 1, 2]]
-    [[1, 2, 3, 4], [4, 1, 2, 3], [3, 4, 1, 2]]
+    Example:
+        >>> image = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])[None, None]
+        >>> for padding in ("reflect", "zeros", "circular"):
+        ...     print(translated(image, 2, padding=padding)[:, 0, 0, 0].tolist())
+        [[1, 2, 3, 4], [2, 1, 2, 3], [3, 2, 1, 2]]
+        [[1, 2, 3, 4], [0, 1, 2, 3], [0, 0, 1, 2]]
+        [[1, 2, 3, 4], [4, 1, 2, 3], [3, 4, 1, 2]]
     """
     _check_translation(images, steps, step, direction, padding, seed)
     ways = torch.tensor([*DIRECTIONS.values()])
     if direction == "random":
-        chosen = torch.randint(len(ways), (len(images),), generator=generator_of(seed))
+        numbers = torch.randint(len(ways), (len(images),), generator=generator_of(seed))
     else:
-        chosen = torch.tensor([[*DIRECTIONS].index(direction)]).expand(len(images))
-    moved = torch.arange(0, steps + 1)[:, None, None] * step * ways[chosen]  # [T, B, 2]
+        numbers = torch.tensor([[*DIRECTIONS].index(direction)]).expand(len(images))
+    offsets = torch.arange(0, steps + 1)[:, None, None] * step * ways[numbers]  # [T, B, 2]
     height, width = images.shape[2:]
     # Source of each frame's pixels: [T, B, 1, H, 1] and [T, B, 1, 1, W].
-    row = (torch.arange(height) - moved[..., :1])[:, :, None, :, None]
-    column = (torch.arange(width) - moved[..., 1:])[:, :, None, None, :]
+    row = (torch.arange(height) - offsets[..., :1])[:, :, None, :, None]
+    column = (torch.arange(width) - offsets[..., 1:])[:, :, None, None, :]
     image, channel = torch.arange(len(images))[:, None, None, None], torch.arange(images.shape[1])[:, None, None]
-    frames = images[image, channel, fold(row, height, PADDING[padding]), fold(column, width, PADDING[padding])]
+    frames = images[
+        image, channel, border_index(row, height, PADDING[padding]), border_index(column, width, PADDING[padding])
+    ]
     if padding != "zeros":
         return frames
     outside = (row < 0) | (row >= height) | (column < 0) | (column >= width)
@@ -97,11 +98,7 @@ def _check_translation(images: Tensor, steps: int, step: int, direction: str, pa
 
 # A synthetic video --------------------------------------------------------------------------------------
 
-Shape = Callable[[Tensor, Tensor], Tensor]
-"""`(u, v) -> ` distance of a point from a shape within the unit circle, negative inside."""
-
-
-_SHAPES: dict[str, Shape] = {
+_SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (u, v) -> distance from the shape, negative inside
     "disc": lambda u, v: torch.hypot(u, v) - 0.85,
     "cross": lambda u, v: torch.minimum(_box(u, v, 0.95, 0.3), _box(u, v, 0.3, 0.95)),
     "square": lambda u, v: _box(u, v, 0.7, 0.7),
@@ -118,14 +115,17 @@ def _box(u: Tensor, v: Tensor, width: float, height: float) -> Tensor:
 
 
 class Video(NamedTuple):
-    """A stream of frames with labels."""
+    """Frames with labels.
+
+    Args:
+        frames: Images `[T, 3, H, W]` in [0, 1].
+        labels: Index in `SHAPES` of each frame's shape, `[T]`.
+        masks: Class of each pixel, `[T, H, W]`: 0 for the background, 1 + label for the shape.
+    """
 
     frames: Tensor
-    """Images `[T, 3, H, W]` in [0, 1]."""
     labels: Tensor
-    """Index in `SHAPES` of each frame's shape, `[T]`."""
     masks: Tensor
-    """Class of each pixel, `[T, H, W]`: 0 for background, 1 + label for the shape."""
 
 
 def video(
@@ -136,19 +136,20 @@ def video(
     hold: int = 25,
     seed: int | None = None,
 ) -> Video:
-    """Make a video of a shape that moves smoothly on a textured background, and changes every `hold` frames.
+    """Generate a video of a shape that moves smoothly on a textured background.
 
     Args:
-        frames: T, the number of frames.
-        size: pixels a side, or (height, width); at least 8.
-        classes: number of `SHAPES` to use, at least 2; no shape follows itself.
-        noise: standard deviation of the sensor noise, independent between frames.
-        hold: number of frames that a shape stays.
-        seed: makes the video reproducible, without touching torch's global generator.
+        frames: Number of frames, T.
+        size: Pixels a side, or (height, width); at least 8.
+        classes: Number of `SHAPES` to use, at least 2; no shape follows itself.
+        noise: Standard deviation of the sensor noise, independent between frames.
+        hold: Number of frames before the shape changes.
+        seed: Seed of the video, without using torch's global generator.
 
-    >>> frames, labels, masks = video(50, size=16, seed=0)
-    >>> frames.shape, labels.unique_consecutive().shape, masks.shape
-    (torch.Size([50, 3, 16, 16]), torch.Size([2]), torch.Size([50, 16, 16]))
+    Example:
+        >>> frames, labels, masks = video(50, size=16, seed=0)
+        >>> frames.shape, labels.unique_consecutive().shape, masks.shape
+        (torch.Size([50, 3, 16, 16]), torch.Size([2]), torch.Size([50, 16, 16]))
     """
     height, width = _check_video(frames, size, classes, noise, hold)
     generator = generator_of(seed)
@@ -159,8 +160,8 @@ def video(
     paint = 0.65 + 0.35 * torch.rand(math.ceil(frames / hold), 3, generator=generator)
     paint = paint.repeat_interleave(hold, 0)[:frames, :, None, None]
     scene = cover * paint + (1 - cover) * background
-    seen = scene + noise * torch.randn(scene.shape, generator=generator)
-    return Video(seen.clamp(0, 1), labels, torch.where(outside < 0, 1 + labels[:, None, None], 0))
+    noisy = scene + noise * torch.randn(scene.shape, generator=generator)
+    return Video(noisy.clamp(0, 1), labels, torch.where(outside < 0, 1 + labels[:, None, None], 0))
 
 
 def _labels(frames: int, classes: int, hold: int, generator: torch.Generator) -> Tensor:
@@ -195,9 +196,8 @@ def _texture(height: int, width: int, generator: torch.Generator) -> Tensor:
     """Return smooth colour stains at two scales, dark enough to contrast with shapes, `[3, H, W]` in [0, 0.6]."""
     total = torch.zeros(3, height, width)
     for scale in (6, 20):
-        stains = gaussian_filter(
-            torch.randn(3, height, width, generator=generator), max(height, width) / scale, "reflect"
-        )
+        stains = torch.randn(3, height, width, generator=generator)
+        stains = gaussian_filter(stains, max(height, width) / scale, "reflect")
         total += stains / stains.std((1, 2), keepdim=True)
     return 0.3 + 0.3 * (total / 2).tanh()
 

@@ -32,8 +32,7 @@ def snow(
 def frost(x: Tensor, generator: torch.Generator, kept: float, added: float) -> Tensor:
     """Dim the image and add ice: `a x + b ice`.
 
-    The published benchmark adds crops of photographs, which cannot be distributed. Here the ice is generated (see
-    `ice`), with the published a and b.
+    The published benchmark adds crops of photographs, which cannot be distributed; here `ice` generates them.
     """
     return kept * x + added * ice(x, generator) * colour(x, 0.85, 0.94, 1.0)
 
@@ -41,8 +40,8 @@ def frost(x: Tensor, generator: torch.Generator, kept: float, added: float) -> T
 def ice(x: Tensor, generator: torch.Generator) -> Tensor:
     """Generate an ice texture `[B, 1, H, W]` in [0, 1], different for each image.
 
-    Ridges of smooth noise at three scales are the veins. Short streaks in three directions, 60 degrees apart as in
-    ice crystals and rotated by a random angle per image, are the needles. Sizes scale with the image.
+    Veins are ridges of smooth noise at three scales. Needles are short streaks in three directions, 60 degrees apart
+    as in ice crystals and rotated by a random angle per image. Sizes scale with the image.
     """
     shape, side = (len(x), 1, *x.shape[2:]), max(x.shape[2:])
     veins = torch.zeros(shape, dtype=x.dtype, device=x.device)
@@ -55,10 +54,10 @@ def ice(x: Tensor, generator: torch.Generator) -> Tensor:
     for direction in (0, 60, 120):
         seeds = (normal(shape, x, generator) > 1.5).to(x.dtype)
         needles = torch.maximum(needles, motion(seeds, length, length, turn + direction))
-    return _stretched(_stretched(veins) + _stretched(needles))
+    return _stretch(_stretch(veins) + _stretch(needles))
 
 
-def _stretched(x: Tensor) -> Tensor:
+def _stretch(x: Tensor) -> Tensor:
     """Stretch each image `[B, 1, H, W]` to [0, 1]; a constant one becomes 0."""
     x = x - x.amin((1, 2, 3), keepdim=True)
     top = x.amax((1, 2, 3), keepdim=True)
@@ -75,7 +74,7 @@ def plasma(x: Tensor, decay: float, generator: torch.Generator) -> Tensor:
     """Generate clouds `[B, 1, H, W]` in [0, 1] by the diamond-square algorithm, different for each image.
 
     On a periodic map whose side is a power of two, each point between known ones is their mean plus a random number,
-    whose size falls by `decay` squared from one octave to the next (as in the published code).
+    divided by `decay` squared from one octave to the next (as in the published code).
     """
     side = 1 << (max(x.shape[2:]) - 1).bit_length()
     cloud = x.new_zeros(len(x), side, side)
@@ -93,7 +92,7 @@ def plasma(x: Tensor, decay: float, generator: torch.Generator) -> Tensor:
         cloud[:, ::step, half::step] = wibbled(centres + centres.roll(1, 1) + corners + corners.roll(-1, 2))
         cloud[:, half::step, ::step] = wibbled(centres + centres.roll(1, 2) + corners + corners.roll(-1, 1))
         step, wibble = half, wibble / decay
-    return _stretched(cloud[:, None])[..., : x.shape[2], : x.shape[3]]
+    return _stretch(cloud[:, None])[..., : x.shape[2], : x.shape[3]]
 
 
 def brightness(x: Tensor, generator: torch.Generator, added: float) -> Tensor:
@@ -115,8 +114,8 @@ def spatter(
 ) -> Tensor:
     """Add drops of water (severities 1 to 3) or mud (4 and 5) on the lens.
 
-    Water shines at the rims of its drops. The published code finds them by OpenCV's edge detector and an approximate
-    distance. Here a rim is the outline of a drop and distances are exact; the rest is the same.
+    Water shines at the rims of its drops. The published code uses OpenCV's edge detector and an approximate distance;
+    here a rim is the outline of a drop, and distances are exact.
     """
     liquid = gaussian_filter(mean + deviation * normal((len(x), 1, *x.shape[2:]), x, generator), blur)
     wet = liquid >= threshold
@@ -134,7 +133,7 @@ def _relief(wet: Tensor, dtype: torch.dtype) -> Tensor:
     mean = torch.full((3, 3), 1 / 9, dtype=torch.float64)
     emboss = torch.tensor([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], dtype=torch.float64)
     distance = correlate(_distance(_rims(wet), 20, dtype), mean) + 1e-3  # keeps rounding from lowering integers
-    return correlate(correlate(_equalised(distance.floor().long(), 21).to(dtype), emboss).clamp(0, 255), mean)
+    return correlate(correlate(_equalise(distance.floor().long(), 21).to(dtype), emboss).clamp(0, 255), mean)
 
 
 def _rims(wet: Tensor) -> Tensor:
@@ -154,12 +153,10 @@ def _distance(rims: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
     return squared.sqrt()
 
 
-def _equalised(values: Tensor, bins: int) -> Tensor:
+def _equalise(values: Tensor, bins: int) -> Tensor:
     """Spread integers below `bins` over 0 .. 255 so that their histogram is flat, for each image."""
     flat = values.flatten(1)
-    counts = torch.zeros(len(flat), bins, dtype=torch.long, device=flat.device).scatter_add_(
-        1, flat, torch.ones_like(flat)
-    )
+    counts = flat.new_zeros(len(flat), bins).scatter_add_(1, flat, torch.ones_like(flat))
     lowest = counts.gather(1, flat.amin(1, keepdim=True))
     rest = flat.shape[1] - lowest
     table = ((counts.cumsum(1) - lowest).clamp(min=0) * 255 / rest.clamp(min=1)).round().long()

@@ -1,5 +1,6 @@
-"""Forecasts, and textbook loops for them, that the tests of regression metrics share."""
+"""Predictions, forecasts, ways to stream them, and textbook loops that the tests of metrics share."""
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -7,10 +8,91 @@ import numpy as np
 import scipy.integrate
 import scipy.special
 import scipy.stats
+import torch
 
 from multitudes import metrics
 from multitudes.tasks.predictive import Predictive
-from tests.metrics.metric_cases import logits
+
+# Predictions and targets ----------------------------------------------------------------------------------
+
+
+def logits(*shape, seed=0, scale=2.0, dtype=torch.float32):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def classes(count, *shape, seed=1):
+    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_case(n=57, c=4, seed=0, dtype=torch.float32):
+    """Probabilities `[n, c]` and classes."""
+    return logits(n, c, seed=seed, dtype=dtype).softmax(1), classes(c, n, seed=seed + 1)
+
+
+def binary(confidences, correct):
+    """Predictions of two classes with the given confidences, right where `correct`."""
+    p = torch.tensor(confidences)
+    return torch.stack([p, 1 - p], 1), 1 - torch.tensor(correct).long()
+
+
+def with_twins(p):
+    """Return the probabilities with several equal rows."""
+    return torch.where(p.amax(1, keepdim=True) > 0.7, p, p[:1])
+
+
+def changed(values, value, *index):
+    """A copy with another value at an index."""
+    values = values.clone()
+    values[index] = value
+    return values
+
+
+def pixels(p, y, ignore=None):
+    """The pixels of dense probabilities `[B, C, H, W]` and classes `[B, H, W]`, one after the other."""
+    found = [at for at in np.ndindex(*y.shape) if y[at] != ignore]
+    return torch.stack([p[b, :, i, j] for b, i, j in found]), torch.stack([y[at] for at in found])
+
+
+MEMBERS = {
+    "random": logits(4, 40, 5),
+    "two members": logits(2, 40, 5),
+    "two classes": logits(3, 40, 2),
+    "one sample": logits(3, 1, 4),
+    "equal": logits(1, 20, 4).expand(3, -1, -1),
+    "nearly sure": 20 * logits(3, 20, 4),
+    "float64": logits(3, 20, 4).double(),
+    "many classes": logits(2, 3, 700),
+}
+"""Logits `[S, B, C]` of members to be compared."""
+
+
+# Streaming ------------------------------------------------------------------------------------------------
+
+
+def streamed(metric, batch, *data):
+    """Return the result of a metric that gets the data in batches."""
+    for start in range(0, len(data[0]), batch):
+        metric.update(*(part[start : start + batch] for part in data))
+    return metric.compute()
+
+
+def orders(members, samples, seed):
+    """A random order of each."""
+    mixed = torch.Generator().manual_seed(seed)
+    return torch.randperm(members, generator=mixed), torch.randperm(samples, generator=mixed)
+
+
+# Textbook computations ------------------------------------------------------------------------------------
+
+
+def text_matrix(of_pair, z):
+    """Apply a function to each pair of members of `[S, ...]`; 0 on the diagonal."""
+    return np.array([[of_pair(z, i, j) if i != j else 0.0 for j in range(len(z))] for i in range(len(z))])
+
+
+def text_mean(of_pair, z):
+    """Average over both orders of all pairs of members."""
+    return np.mean([of_pair(z, i, j) for i, j in itertools.permutations(range(len(z)), 2)])
 
 
 def randn(*shape, seed=0, scale=1.0):
