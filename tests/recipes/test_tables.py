@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
+from sklearn import datasets, metrics
 
 from recipes import tables as recipe
 from recipes import tables_models as models
 from recipes.report import tables as report
 from recipes.report.raw import Raw
-from sklearn import datasets, metrics
 from tests.recipes.recipe_cases import raw_of, smoke, with_data
 
 CPU = torch.device("cpu")

@@ -127,7 +127,7 @@ ERRORS: dict[str, tuple[list[str], list[str]]] = {
         ["methods.smooth", "no images"],
     ),
     "a wrong key in a study": (["compare", "wrong.toml"], ["wrong.toml, line 2", "'training.epoch'", "epochs"]),
-    "a scale without a study": (["compare", "digits", "--scale", "smoke"], ["--scale=smoke needs a study.toml"]),
+    "a scale without a study": (["compare", "digits", "--scale", "smoke"], ["--scale=smoke requires a study.toml"]),
     "a fraction of a GPU without a cluster": (["compare", "digits", "--gpus", "0.5"], ["--gpus", "--ray"]),
     "a study that is not there": (["compare", "nowhere.toml"], ["nowhere.toml", "cannot be read"]),
     "a run directory that is a file": (["compare", "digits", "--out", "wine.csv"], ["wine.csv", "is a file"]),
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_with_130_and_without_a_traceback(monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "load", Mock(side_effect=KeyboardInterrupt))
     ran = multitudes_says(*PREPARE)
     assert ran.code == 130
-    assert "same command" in ran.err and "Traceback" not in ran.err
+    assert "repeat the command" in ran.err and "Traceback" not in ran.err
 
 
 # -- commands that need no network -------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_the_same_command_again_does_nothing_and_says_the_same(copied: Path) -> 
     before = {job.name: (job.directory / "metrics.json").stat().st_mtime_ns for job in Run("run").jobs}
     ran = multitudes_says(*COMPARE)
     assert ran.code == 0
-    assert "2 of 2 jobs were done before" in ran.err
+    assert "2 of 2 jobs are already done" in ran.err
     assert ran.out == json.loads((copied / "said.json").read_text())[1]
     assert {job.name: (job.directory / "metrics.json").stat().st_mtime_ns for job in Run("run").jobs} == before
 
@@ -177,7 +177,7 @@ def test_killed_and_started_again_it_ends_with_the_same_results(folder: Path, he
 
     ran = multitudes_says(*COMPARE)
     assert ran.code == 0, ran.err
-    assert "1 of 2 jobs were done before" in ran.err
+    assert "1 of 2 jobs are already done" in ran.err
     assert (run.job("single", 0).directory / "metrics.json").read_bytes() == first
     assert scores(run) == scores(Run(folder / "run"))
     assert not list(run.directory.rglob("*unfinished*"))

@@ -230,7 +230,7 @@ def test_other_machines_are_served_with_a_warning_where_there_is_no_token(
     command = ("serve", images.job("deep", 0).directory, "--port", 0, "--device", "cpu")
     told = {host: multitudes_says(*command, "--host", host) for host in ("127.0.0.1", "0.0.0.0")}
     assert "Warning" not in told["127.0.0.1"].err and "at http://127.0.0.1:" in told["127.0.0.1"].err
-    assert "Warning: whoever reaches 0.0.0.0:" in told["0.0.0.0"].err
+    assert "Warning: anyone who can reach 0.0.0.0:" in told["0.0.0.0"].err
     monkeypatch.setenv("MULTITUDES_TOKEN", "open-sesame")
     quiet = multitudes_says(*command, "--host", "0.0.0.0")
     assert quiet.code == 0 and "Warning" not in quiet.err and "sesame" not in quiet.err + quiet.out
