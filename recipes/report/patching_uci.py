@@ -187,7 +187,7 @@ def own_units(raw: Raw) -> str:
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
     """Plot errors relative to dropout's, ours and the paper's; the paper's Naval (0.00 and 0.01) is left out."""
-    from multitudes.landscape.figures import COLOURS, figure, graph_objects
+    from multitudes.landscape.figures import COLOURS, figure
 
     fig = figure("RMSE over that of dropout", "", "RMSE / RMSE of dropout")
     ours = {name: means(raw[name], "rmse") for name in measured}
@@ -199,7 +199,7 @@ def relative(raw: Raw, measured: Sequence[str]) -> Figure:
         for values, who, symbol in ((points, "ours", "circle"), (paper, "paper", "circle-open")):
             marker = {"color": COLOURS[index], "symbol": symbol, "size": 9}
             x, y = [NAMES[name] for name in values], list(values.values())
-            fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="markers", name=f"{label}, {who}", marker=marker))
+            fig.add_scatter(x=x, y=y, mode="markers", name=f"{label}, {who}", marker=marker)
     fig.add_hline(y=1, line={"color": "grey", "width": 1})
     fig.update_yaxes(type="log")
     return fig

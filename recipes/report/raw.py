@@ -115,9 +115,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def line_figure(title: str, x: str, y: str, at: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
     """Plot curves by name over the positions `at`; `x` and `y` are the titles of the axes."""
-    from multitudes.landscape.figures import DASHES, figure, graph_objects
+    from multitudes.landscape.figures import DASHES, figure
 
     fig = figure(title, x, y)
     for (name, values), dash in zip(curves.items(), DASHES, strict=False):
-        fig.add_trace(graph_objects().Scatter(x=list(at), y=list(values), name=name, line={"dash": dash}))
+        fig.add_scatter(x=list(at), y=list(values), name=name, line={"dash": dash})
     return fig

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from multitudes.landscape.figures import COLOURS, DASHES, SCALE, figure, graph_objects, styled
+from multitudes.landscape.figures import COLOURS, DASHES, SCALE, figure, styled
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -47,11 +47,10 @@ def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Fi
                     x, y = list(points), list(points.values())
                 else:
                     x, y = _extent(each, name), [next(iter(points.values()))] * 2
-                trace = graph_objects().Scatter(
+                fig.add_scatter(
                     x=x, y=y, name=method, legendgroup=method, showlegend=method not in told, line=line,
-                    mode="lines+markers" if varies(points) else "lines",
+                    mode="lines+markers" if varies(points) else "lines", row=row, col=column,
                 )  # fmt: skip
-                fig.add_trace(trace, row=row, col=column)
                 told.add(method)
     return styled(fig, "").update_layout(width=1000, height=80 + 300 * len(curves))
 
@@ -67,7 +66,7 @@ def spectra(largest: Mapping[str, Sequence[float]]) -> Figure:
     fig = figure("Largest Hessian eigenvalues of training batches", "", "eigenvalue")
     for (name, values), colour in zip(largest.items(), COLOURS, strict=False):
         shown = {"boxpoints": "all", "jitter": 0.4, "pointpos": 0, "marker_color": colour, "showlegend": False}
-        fig.add_trace(graph_objects().Box(y=list(values), name=name, **shown))
+        fig.add_box(y=list(values), name=name, **shown)
     return fig
 
 
@@ -77,12 +76,11 @@ def planes(found: Mapping[str, Mapping[str, Any]]) -> Figure:
     logs = {name: logarithms(own["loss"]) for name, own in found.items()}
     every = [value for lines in logs.values() for line in lines for value in line if value is not None]
     for column, (name, own) in enumerate(found.items(), 1):
-        trace = graph_objects().Contour(
+        fig.add_contour(
             x=own["axis"], y=own["axis"], z=list(zip(*logs[name], strict=True)), zmin=min(every), zmax=max(every),
             colorscale=SCALE, reversescale=True, showscale=column == 1, colorbar={"title": "log10 NLL"},
-            contours={"showlines": False}, ncontours=40,
+            contours={"showlines": False}, ncontours=40, row=1, col=column,
         )  # fmt: skip
-        fig.add_trace(trace, row=1, col=column)
     return styled(fig, "").update_layout(width=360 * len(found), height=380)
 
 

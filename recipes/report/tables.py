@@ -246,7 +246,7 @@ def missing(raw: Raw, measured: Sequence[str]) -> str:
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
     """Plot errors relative to the better tree model's: RMSE, or lost accuracy."""
-    from multitudes.landscape.figures import COLOURS, figure, graph_objects
+    from multitudes.landscape.figures import COLOURS, figure
 
     fig = figure("Errors over those of the better tree model", "", "RMSE or accuracy lost, relative")
     for colour, method in zip(COLOURS, ("tabm", "packed", "deep", "package"), strict=False):
@@ -258,7 +258,7 @@ def relative(raw: Raw, measured: Sequence[str]) -> Figure:
                 points[NAMES[name]] = 1 + compared(ours, others)[1]
         marker = {"color": colour, "size": 9}
         x, y = list(points), list(points.values())
-        fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="markers", name=METHODS[method], marker=marker))
+        fig.add_scatter(x=x, y=y, mode="markers", name=METHODS[method], marker=marker)
     fig.add_hline(y=1, line={"color": "grey", "width": 1})
     return fig
 
