@@ -1,10 +1,10 @@
-"""Deep ensembles against subspaces around one solution: which functions do they find?
+"""Deep ensembles and subspaces around one solution: weights, functions and diversity.
 
 S. Fort, H. Hu, B. Lakshminarayanan: Deep Ensembles: A Loss Landscape Perspective, 2019. Five MediumCNNs are trained on
-CIFAR-10 from different initialisations, by Adam and without augmentation, and their checkpoints kept. All else looks
-at these: how similar they are as weights and as functions, the landscape between them, how diverse their predictions
-are for the accuracy that they have, and what ensembling adds to subspaces, also under corruption and on SVHN. The runs
-are trained side by side: they see the same batches, and differ by their initialisation and their dropout.
+CIFAR-10 from different initialisations, with Adam and without augmentation, and their checkpoints saved. Other pieces
+analyse these: similarity of weights and functions, the landscape between them, diversity of predictions by accuracy,
+and ensembles of subspaces, also under corruption and on SVHN. The runs are trained side by side: they have the same
+batches, and differ by their initialisation and dropout.
 
     python -m recipes.ensembles_landscape --data-root DIR
 """

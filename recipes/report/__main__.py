@@ -23,9 +23,9 @@ __all__ = ["drawn", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.report", description="Make the page of results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what it was")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the raw files are")
+    parser = argparse.ArgumentParser(prog="python -m recipes.report", description="Render the page of results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the raw files")
     given = parser.parse_args(arguments)
     page = Page(given.results)
     texts = {given.results / "README.md": page.text}
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.check:
         for path, text in texts.items():
             if not path.is_file() or path.read_text("utf-8") != text:
-                sys.exit(f"{path} does not say what the raw files say: run `make results`")
+                sys.exit(f"{path} does not match the raw files: run `make results`")
         return
     for path, text in texts.items():
         write_atomically(path, text)

@@ -36,16 +36,16 @@ def section(raw: Raw) -> Section:
 INTRODUCTION = """\
 S. Fort, H. Hu, B. Lakshminarayanan: *Deep Ensembles: A Loss Landscape Perspective*, 2019. Runs of MediumCNN on CIFAR-10
 from different initialisations (Adam at 0.0016, halved after each quarter of the training, batches of 128, dropout 0.1,
-no augmentation, no batch norm), their trajectories, and subspaces around their ends. The paper gives most results as
-figures without numbers; where it gives numbers, they stand beside ours."""
+no augmentation, no batch norm), their trajectories, and subspaces around their ends. The paper shows most results as
+figures without numbers; its numbers are shown with ours."""
 
 
 def scaled_down(raw: Raw) -> str:
     """List the differences from the paper, based on the available pieces."""
     trained, shifted = raw["train"], raw["shift"]
     lines = [
-        "- All networks come from one set of runs; there is no second one to tell chance from effect.",
-        "- Runs are trained side by side: they see the same batches in the same order, and differ by initialisation "
+        "- All networks come from one set of runs, without repetitions to estimate the noise.",
+        "- Runs are trained side by side: they have the same batches in the same order, and differ by initialisation "
         "and dropout. In the paper the order differs too. Training is in bfloat16 where it is on a GPU.",
         "- The paper shows Fig. 2 and 4 for SmallCNN; here all figures are of one network.",
         "- Some training images are held out to reject inaccurate random draws (below 0.65, or below nine tenths of "

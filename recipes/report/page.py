@@ -73,7 +73,7 @@ class Page:
     @property
     def text(self) -> str:
         """The whole page as Markdown."""
-        parts = [HEAD, "## What the papers say, and whether it shows\n", self._claims(), self._reasons()]
+        parts = [HEAD, "## Claims of the papers, and our measurements\n", self._claims(), self._reasons()]
         for name, section in self.sections.items():
             parts += [f"## {section.title}\n", section.text.strip() + "\n", self._made(name)]
         return "\n".join(parts)
@@ -81,13 +81,13 @@ class Page:
     def _claims(self) -> str:
         claims = [claim for section in self.sections.values() for claim in section.claims]
         known = [claim.holds for claim in claims if claim.holds is not None]
-        told = f"Of {len(claims)} claims {len(known)} have been measured, and {sum(known)} show.\n\n"
+        summary = f"We measured {len(known)} of {len(claims)} claims, and confirm {sum(known)}.\n\n"
         rows = [
             ["" if index else section.title, claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
             for section in self.sections.values()
             for index, claim in enumerate(section.claims)
         ]
-        return told + table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
+        return summary + table(["section", "claim", "confirmed", "numbers"], rows).replace("---:", "---") + "\n"
 
     def _reasons(self) -> str:
         found = {section.title: reasons_for(name, section.claims) for name, section in self.sections.items()}
@@ -96,7 +96,7 @@ class Page:
             for title, reasons in found.items()
             if reasons
         ]
-        return "\n".join(["### What does not show, and why, as far as it was found out\n", *lists]) if lists else ""
+        return "\n".join(["### Claims that are not confirmed, and known reasons\n", *lists]) if lists else ""
 
     def _made(self, name: str) -> str:
         """Write the provenance of the pieces."""
@@ -106,7 +106,7 @@ class Page:
         rows = [_row(piece) for piece in pieces]
         header = ["piece", "command", "commit", "data", "machine", "seconds"]
         body = table(header, rows).replace("---:", "---")
-        return f"<details><summary>What it was done with</summary>\n\n{body}\n\n</details>\n"
+        return f"<details><summary>Provenance</summary>\n\n{body}\n\n</details>\n"
 
 
 def _row(piece: Mapping[str, Any]) -> list[str]:

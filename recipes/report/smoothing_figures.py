@@ -34,7 +34,7 @@ def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Fi
     """Plot one row per network and one column per score."""
     fig = _subplots(len(curves), len(SCORES), [f"{net}: {name}" for net in curves for name in SCORES.values()])
     methods = list(dict.fromkeys(method for each in curves.values() for method in each))
-    told = set()
+    in_legend = set()
     for row, each in enumerate(curves.values(), 1):
         for method, scores in each.items():
             number = methods.index(method)
@@ -48,10 +48,10 @@ def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Fi
                 else:
                     x, y = _extent(each, name), [next(iter(points.values()))] * 2
                 fig.add_scatter(
-                    x=x, y=y, name=method, legendgroup=method, showlegend=method not in told, line=line,
+                    x=x, y=y, name=method, legendgroup=method, showlegend=method not in in_legend, line=line,
                     mode="lines+markers" if varies(points) else "lines", row=row, col=column,
                 )  # fmt: skip
-                told.add(method)
+                in_legend.add(method)
     return styled(fig, "").update_layout(width=1000, height=80 + 300 * len(curves))
 
 

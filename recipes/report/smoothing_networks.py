@@ -148,8 +148,8 @@ def _hessian(result: Mapping[str, Any], made: dict[str, Figure]) -> str:
     for head, own in result.items():
         values, residuals = own["largest"], own["residuals"]
         rough = max((r / abs(value) for r, value in zip(residuals, values, strict=True) if value), default=None)
-        told = [number(pick(values), 2) for pick in (statistics.median, min, max)]
-        rows.append([HEADS[head], str(len(values)), *told, percent(rough, 0)])
+        summary = [number(pick(values), 2) for pick in (statistics.median, min, max)]
+        rows.append([HEADS[head], str(len(values)), *summary, percent(rough, 0)])
     made["hessian"] = figures.spectra({HEADS[head]: own["largest"] for head, own in result.items()})
     header = ["", "batches", "median", "least", "largest", "worst residual, % of its eigenvalue"]
     shown = "![The largest Hessian eigenvalues, by head](smoothing/hessian.svg)"

@@ -240,8 +240,8 @@ def intervals(raw: Raw, measured: Sequence[str]) -> str:
 def missing(raw: Raw, measured: Sequence[str]) -> str:
     """List the methods that were not measured, and on which tables."""
     gaps = {label: [NAMES[n] for n in measured if f"{n}-{method}" not in raw] for method, label in METHODS.items()}
-    told = "; ".join(f"{label} on {', '.join(names)}" for label, names in gaps.items() if names)
-    return f"Not measured: {told}." if told else ""
+    summary = "; ".join(f"{label} on {', '.join(names)}" for label, names in gaps.items() if names)
+    return f"Not measured: {summary}." if summary else ""
 
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
@@ -317,11 +317,11 @@ def _coverage(raw: Raw, measured: Sequence[str], complete: bool) -> Claim:
         if scores is not None and is_regression(raw, name):
             found[name] = statistics.fmean(scores["coverage"])
     mean = statistics.fmean(found.values()) if found else 0.0
-    told = ", ".join(f"{NAMES[name]} {100 * value:.1f}" for name, value in found.items())
+    summary = ", ".join(f"{NAMES[name]} {100 * value:.1f}" for name, value in found.items())
     return Claim(
         f"90 % intervals of tabm hold {100 * LEAST:.0f} to {100 * MOST:.0f} % of the targets, on average over tables.",
         LEAST <= mean <= MOST if complete else None,
-        f"{100 * mean:.1f} %: {told}",
+        f"{100 * mean:.1f} %: {summary}",
     )
 
 

@@ -12,13 +12,13 @@ import multitudes as mt
 from multitudes.landscape import growth, tunnel
 from recipes.landscape_shift import under_corruption, variants
 from recipes.tunnel_to_origin import stitched
-from tests.landscape.test_ensemble_growth import X, Y, by_hand, net, way
+from tests.landscape.test_diversity_plane import X, Y, by_hand, net, walk
 
 # -- corruption --------------------------------------------------------------------------------------------
 
 
 def test_scores_under_corruption_are_those_of_the_corrupted_images() -> None:
-    runs = [way(0), way(1)]
+    runs = [walk(0), walk(1)]
     methods = {"runs": [run.net for run in runs], "random": mt.subspace(runs[0].net, "random", runs[0], scale=1.0)}
     names = ("gaussian_noise", "contrast")
     found = under_corruption(methods, X, Y, corruptions=names, severities=(0, 2, 5), draws=3, seed=4)
@@ -66,7 +66,7 @@ def test_a_network_that_is_given_twice_counts_twice() -> None:
 
 
 def test_data_for_subspaces_may_come_only_once() -> None:
-    kinds = variants(way(0), data=iter([(X, Y)]), floor=0.0, kinds=["random", "diagonal"])
+    kinds = variants(walk(0), data=iter([(X, Y)]), floor=0.0, kinds=["random", "diagonal"])
     assert list(kinds) == ["baseline", "random", "diagonal", "weight averaging"]
     assert growth([kinds], (X, Y), draws=2).accuracy.shape == (4, 1)
 

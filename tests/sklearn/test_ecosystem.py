@@ -20,7 +20,6 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
 
 from multitudes.sklearn import MultitudeClassifier, MultitudeRegressor
-
 from tests.sklearn.sklearn_cases import blobs, classifier, line, regressor
 
 
