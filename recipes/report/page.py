@@ -33,10 +33,10 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 HEAD = """# Results
 
-The papers' experiments, rerun from [recipes](../recipes/README.md) on real data at the scale of one GPU, with the
-papers' numbers beside ours. This page is made from the raw files beside it by `make results`; no number in it is typed
-in by hand but the papers' own. Pieces were done side by side, several at a time on one GPU; their seconds are by the
-clock, and what is said about costs was measured while all others stood still.
+Experiments of papers, repeated with the [recipes](../recipes/README.md) on real data at the scale of one GPU, next to
+the numbers of the papers. `make results` renders this page from the raw files in this folder; only the numbers of the
+papers are written by hand. Several pieces ran at the same time on one GPU, and their seconds are wall-clock times.
+Costs were measured on otherwise idle machines.
 """
 
 HOLDS = {True: "yes", False: "**no**", None: "not measured"}
