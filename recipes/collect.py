@@ -13,8 +13,6 @@ from multitudes.base.sealed_files import write_atomically
 from multitudes.lab.study.run.store import Job, Run
 from recipes.recipe import ROOT, rounded
 
-__all__ = ["collect", "main"]
-
 RESULTS = ROOT / "results"
 
 

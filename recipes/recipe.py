@@ -29,8 +29,6 @@ from multitudes.lab.data import Data, Loader
 from multitudes.lab.study.run.costs import commit, machine, versions
 from multitudes.networks.devices import device_of
 
-__all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]
-
 SCALES = ("smoke", "full")
 """smoke: minutes on two cores with a subset of the data, as a test; full: one GPU, up to half an hour."""
 

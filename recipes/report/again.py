@@ -8,8 +8,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
 
-__all__ = ["FOLDER", "differences", "section"]
-
 FOLDER = "again"
 """Folder of second runs, as RECIPE/PIECE.json, like the first ones above it."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, table
 
-__all__ = ["PAPER", "section"]
-
 PAPER: dict[tuple[str, bool], tuple[int, float, float, float, float]] = {
     ("dnn", False): (1, 0.354, 92.3, 4.95, 95.1),
     ("dnn_smooth", False): (1, 0.318, 92.4, 4.54, 95.5),

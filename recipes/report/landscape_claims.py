@@ -11,8 +11,6 @@ from torch import Tensor
 from multitudes.landscape.accuracy_diversity import normalised
 from recipes.report.raw import Claim, Raw, number, percent
 
-__all__ = ["NAMES", "NEAR", "PAPER_SVHN", "SUBSPACES", "claims", "middle_of", "near", "on_path"]
-
 PAPER_SVHN = {"independent": 0.384, "trajectory": 0.153, "random": 0.155, "low_rank": 0.087, "diagonal": 0.034}
 """Jensen-Shannon divergence of 5 samples on SVHN (section 5, text)."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, mean_of, number, percent, spread, table
 
-__all__ = ["METHODS", "cost", "results_of", "score", "section"]
-
 METHODS = {
     "single": "single network",
     "batch_ensemble": "BatchEnsemble",

@@ -15,8 +15,6 @@ from recipes.report.reasons import reasons_for
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["SECTIONS", "Page"]
-
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "packed_cifar10": ("packed_cifar10",),
     "smoothing": ("smoothing", "smoothing_resnet18", "smoothing_vgg16"),

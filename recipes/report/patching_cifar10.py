@@ -7,8 +7,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, table
 
-__all__ = ["section"]
-
 METHODS = {
     "single": "vanilla",
     "mc_dropout": "dropout",

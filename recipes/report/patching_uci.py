@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
+from recipes.report.raw import MISSING, Claim, Raw, Section, compared, number, standard_error, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -158,15 +158,6 @@ def spread_of(values: Sequence[float] | None, digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ± {number(standard_error(values), digits)}"
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean.
-
-    >>> standard_error([1.0, 3.0])
-    1.0
-    """
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
 def own_units(raw: Raw) -> str:
     """Report Yacht with unscaled targets."""
     result = raw["yacht-own"]
@@ -232,7 +223,7 @@ def claims(raw: Raw) -> list[Claim]:
         ("ecmp", "norm", "its own network without patching (a control of ours)"),
     ):
         both = [name for name in NAMES if name in raw and {method, other} <= set(raw[name]["methods"])]
-        sides = {name: compared(raw[name], method, other) for name in both}
+        sides = {name: compared(*(raw[name]["methods"][each]["rmse"] for each in (method, other)))[0] for name in both}
         better, worse = ([NAMES[name] for name, side in sides.items() if side == way] for way in (-1, 1))
         found.append(
             Claim(
@@ -249,14 +240,3 @@ def patched_is_best(result: Mapping[str, Any], what: str, best: Callable[..., fl
     """Return whether no other method beats both EMP and ECMP, at the paper's two decimals."""
     rounded = {method: round(mean, 2) for method, mean in means(result, what).items() if method in METHODS}
     return best(rounded["ecmp"], rounded["emp"]) == best(rounded.values())
-
-
-def compared(result: Mapping[str, Any], method: str, other: str) -> int:
-    """Compare a method's error with another's: -1 if lower, 1 if higher, 0 if the mean difference on the same splits
-    is within two standard errors."""
-    errors = (result["methods"][each]["rmse"] for each in (method, other))
-    differences = [a - b for a, b in zip(*errors, strict=True)]
-    mean = statistics.fmean(differences)
-    if len(differences) < 2 or abs(mean) <= 2 * standard_error(differences):
-        return 0
-    return -1 if mean < 0 else 1

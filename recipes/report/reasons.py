@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from recipes.report.raw import Claim
 
-__all__ = ["REASONS", "reasons_for"]
-
 REASONS: Mapping[str, Mapping[str, str]] = {
     "smoothing": {
         "with 2 draws": (

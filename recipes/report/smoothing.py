@@ -13,8 +13,6 @@ from recipes.report.smoothing_networks import METHODS, measured
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["section"]
-
 PAPER_SCORES = {
     "resnet18": {
         "single": (0.182, 95.2, 2.75),

@@ -9,8 +9,6 @@ from typing import Any
 from recipes.report.raw import Claim, Raw, mean_of, number, percent
 from recipes.report.smoothing_networks import HEADS, METHODS
 
-__all__ = ["NETWORKS", "Found", "Seeds", "by_severity", "by_size", "claims", "found_in", "score", "smallest"]
-
 NETWORKS = {"resnet18": "ResNet-18", "vgg16": "VGG-16"}
 PAIRS = (("single", "smooth"), ("mc_dropout", "smooth_dropout"))
 """Each network, and the same with smoothing."""

@@ -11,8 +11,6 @@ from multitudes.landscape.figures import COLOURS, DASHES, SCALE, figure, styled
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["by_severity", "by_size", "logarithms", "planes", "spectra"]
-
 Curves = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]
 """Scores by name, `{size or severity: value}`, for each network and method."""
 

@@ -12,8 +12,6 @@ from recipes.report.raw import MISSING, Raw, mean_of, number, percent, table
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["HEADS", "METHODS", "measured", "roughness"]
-
 METHODS = {
     "single": "single network",
     "smooth": "single network + Smooth",

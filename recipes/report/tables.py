@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
+from recipes.report.raw import MISSING, Claim, Raw, Section, compared, number, standard_error, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -119,28 +118,6 @@ def losses(raw: Raw, name: str, method: str, what: str | None = None) -> list[fl
     if scores is None or what not in scores:
         return None
     return [-value if what == "accuracy" else value for value in scores[what]]
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean; 0 for a single value.
-
-    >>> standard_error([1.0, 3.0])
-    1.0
-    """
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def compared(ours: Sequence[float], others: Sequence[float]) -> tuple[int, float]:
-    """Compare errors on the same splits: -1 if ours is lower, 1 if higher, 0 within two standard errors; also return
-    the difference relative to the other's mean.
-
-    >>> compared([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
-    (-1, -0.5)
-    """
-    differences = [a - b for a, b in zip(ours, others, strict=True)]
-    mean, doubt = statistics.fmean(differences), 2 * standard_error(differences)
-    way = 0 if abs(mean) <= doubt else (-1 if mean < 0 else 1)
-    return way, mean / abs(statistics.fmean(others))
 
 
 def better_tree(raw: Raw, name: str) -> str | None:

@@ -15,7 +15,7 @@ import multitudes as mt
 from multitudes import Predictive
 from multitudes.landscape import Solutions, growth, tunnel
 from recipes.ensembles_landscape import centres, diversities, main
-from recipes.landscape_runs import SETTINGS, plain, spaced
+from recipes.landscape_runs import SETTINGS, spaced
 from recipes.landscape_shift import under_corruption, variants
 from recipes.report.ensembles_landscape import section, valleys
 from recipes.report.landscape_claims import NAMES, near, on_path
@@ -35,11 +35,6 @@ def test_checkpoints_are_spaced_evenly_and_end_with_the_last() -> None:
     assert spaced(states, last=10, count=5) == [32, 34, 36, 38, 40]
     assert spaced(states, last=6, count=3) == [36, 38, 40]
     assert spaced(states, last=3, count=5) == [38, 39, 40]
-
-
-def test_nested_tensors_become_lists() -> None:
-    given = {"a": torch.tensor([[1.0, 2.0]]), "b": (torch.tensor(3), "c"), "d": 0.5}
-    assert plain(given) == {"a": [[1.0, 2.0]], "b": [3, "c"], "d": 0.5}
 
 
 def test_settings_are_consistent() -> None:

@@ -18,12 +18,12 @@ from multitudes.lab.study.spec.specification import Spec
 from recipes.collect import RESULTS, collect
 from recipes.recipe import Recipe
 from recipes.report import again, packed_cifar10, patching_cifar10
+from recipes.report.__main__ import BEGIN, END, with_headline
 from recipes.report.__main__ import main as report
-from recipes.report.headline import BEGIN, END, with_headline
 from recipes.report.page import SECTIONS, Page
 from recipes.report.raw import Claim, Raw, Section
 from recipes.report.reasons import REASONS, reasons_for
-from tests.lab.cli.test_cli import multitudes_says
+from tests.lab.cli.test_cli import run_cli
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -48,7 +48,7 @@ def test_a_study_runs_at_smoke_scale(path, tmp_path):
     if root is None:
         pytest.skip("MULTITUDES_DATA names no folder with data")
     out = tmp_path / f"{path.stem}-smoke"
-    ran = multitudes_says("compare", str(path), "--scale", "smoke", "--data-root", root, "--out", str(out))
+    ran = run_cli("compare", str(path), "--scale", "smoke", "--data-root", root, "--out", str(out))
     assert ran.code == 0, ran.err
     run = Run(out)
     assert len(run.done) == len(run.jobs) == len(Spec.load(path, "smoke").methods)
