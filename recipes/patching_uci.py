@@ -186,7 +186,7 @@ def train(net: Splits, rows: Rows, epochs: int, seed: int = 0) -> float:
 def errors(net: Splits, rows: Tensor, splits: int, at_once: int = 256) -> Tensor:
     """Return the errors of all draws or ensemble members on rows `[B]` of each split: `[splits, S, B]`.
 
-    The seed makes weight draws the same for all rows, whatever the batch size.
+    The seed makes weight draws the same for all rows and batch sizes.
     """
     parts = [net.predict(some, "regression", seed=0).predictions for some in rows.split(at_once)]
     return torch.cat(parts, 1).squeeze(2).unflatten(0, (splits, -1)).cpu()

@@ -100,9 +100,9 @@ def trained(recipe: Recipe, name: str) -> dict[str, Any]:
 def measured(recipe: Recipe, net: nn.Module, **options: Any) -> dict[str, float]:
     """Score a network on all test images, with SVHN as out-of-distribution data."""
     data = read(recipe)
-    foreign = {name: data.preprocess(data.scaled(x)) for name, x in data.ood.items()}
+    ood = {name: data.preprocess(data.scaled(x)) for name, x in data.ood.items()}
     result = mt.evaluate(
-        net, Loader(data.test, data, 500, recipe.device, shuffle=False), ood=foreign, progress=False, **options
+        net, Loader(data.test, data, 500, recipe.device, shuffle=False), ood=ood, progress=False, **options
     )
     return {name: result[name] for name in SCORES}
 

@@ -63,7 +63,7 @@ the five frames before it, each of which counts e^-0.8 of the one after it. N is
 Unlabelled pixels do not count, the ECE has 10 bins, and CONS, consistency, is the share of pixels whose predicted class
 is that of the frame before.
 
-What is not as in the paper:
+Differences from the paper:
 
 - The paper smooths over all frames of the videos, 30 in a second. Here there are only those with labels. In the test
   set they are a second apart, so the car has moved on. The validation set is one video with 15 labelled frames in a

@@ -70,12 +70,12 @@ def section(raw: Raw) -> Section:
         INTRODUCTION,
         scaled_down(raw, measured),
         "**Test RMSE in the target's units, mean ± standard error over splits** (Table 12)",
-        beside(raw, measured, "rmse", TABLE_12, lambda name: DIGITS.get(name, 2)),
+        score_table(raw, measured, "rmse", TABLE_12, lambda name: DIGITS.get(name, 2)),
         "![RMSE over that of dropout](patching_uci/relative.svg)" if measured else "",
         "**Test log predictive density at the paper's precision 0.1** (Table 13)",
-        beside(raw, measured, "log_density", TABLE_13, lambda name: 2),
+        score_table(raw, measured, "log_density", TABLE_13, lambda name: 2),
         FITTED,
-        beside(raw, measured, "log_density_fitted", {}, lambda name: 2),
+        score_table(raw, measured, "log_density_fitted", {}, lambda name: 2),
         DIFFERENCES,
         own_units(raw),
     ]
@@ -95,8 +95,8 @@ data. The output precision 0.1 is in the target's units, which puts a ceiling of
 FITTED = """\
 **Test log predictive density at a fitted precision** (not in the paper)
 
-At precision 0.1, errors well below 3 units all look alike. Here the precision of each method and split is the one
-that suits its errors on training rows best. A network that overfits is overconfident then, and pays for it."""
+At precision 0.1, errors well below 3 units have nearly the same density. Here the precision of each method and split is
+fitted to its errors on training rows, so a network that overfits is overconfident and scores worse."""
 
 DIFFERENCES = """\
 What the paper leaves open, or what differs:
@@ -107,11 +107,11 @@ What the paper leaves open, or what differs:
 - The paper compares patched networks with batch norm to others without. How much of the difference is the norm's own
   shows in the last column, and in the claim about it.
 - Weight decay is Adam's own (L2).
-- The norms' running statistics are used as training leaves them, which is right after an epoch's last batch, a smaller
-  one (11 rows for Power, 41 for Naval). They are noisy, and dropout and the ensemble have none.
+- The norms' running statistics are used as training leaves them, right after the last and smallest batch of an epoch
+  (11 rows for Power, 41 for Naval). They are noisy; dropout and the ensemble have none.
 - The paper's Protein errors are about half of what others have on these splits (Gal and Ghahramani, 2016: 4.36 for
   dropout), so that its target is probably another one, or scaled.
-- The paper's tenth set, Year, is left out: the data were not to be had."""
+- The paper's tenth set, Year, is missing, because the data are not available."""
 
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def scaled_down(raw: Raw, measured: Sequence[str]) -> str:
     )
 
 
-def beside(raw: Raw, measured: Sequence[str], what: str, paper: Paper, digits: Callable[[str], int]) -> str:
+def score_table(raw: Raw, measured: Sequence[str], what: str, paper: Paper, digits: Callable[[str], int]) -> str:
     """Tabulate our numbers for each set, with the paper's below them if given."""
     rows = []
     for name in measured:

@@ -203,9 +203,7 @@ def diversity_plane(
         data: Inputs and classes, `(x, y)` or batches of them.
         reference: Label of the reference. Default: the last solution of the first kind in the first run, for example
             its last checkpoint.
-        model: See `read_solutions`.
-        draws: See `read_solutions`.
-        seed: See `read_solutions`.
+        model, draws, seed: See `read_solutions`.
 
     Returns:
         Accuracy and disagreement of each solution; limits, fits and `plot()`.

@@ -84,9 +84,7 @@ def similarity(
     Args:
         solutions: Checkpoints, networks, members or draws, by run; see `read_solutions`.
         data: Inputs, `(x, y)` or an iterable of batches.
-        model: Network for state dicts.
-        draws: Number of draws from a network that draws.
-        seed: Seed of the draws.
+        model, draws, seed: See `read_solutions`.
 
     Returns:
         Pairwise matrices, with `plot()`.
