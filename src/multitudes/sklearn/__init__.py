@@ -7,7 +7,7 @@
 
 `frames` reads tables into columns, `train` trains a network, `fitted` predicts, `base` is shared by both estimators,
 `estimator_files` saves and loads them. Add an argument to both estimators, and to `train.FitSettings` if training
-needs it. Add a kind of table to `frames.frame_columns`.
+needs it. Add a kind of table to `frames.frame_columns`. Imports the library, `lab.data` and scikit-learn.
 """
 
 from __future__ import annotations
