@@ -3,10 +3,10 @@
 Park & Kim, *Blurs behave like ensembles: spatial smoothings to improve accuracy, uncertainty, and robustness*, 2022,
 Table E.4: U-Net and MC dropout, each with and without spatial smoothing, each with and without temporal smoothing.
 
-Each piece trains one network and measures it on two videos, frame by frame in their order. `test` are the test frames,
-which are a second apart. `val` are the validation frames, 15 of which are a second, nearly as in the paper, whose
-temporal smoothing reads the unlabelled frames between the labelled ones. Nothing is chosen by either of them.
-`dnn_aligned` is ours: a blur by three points, which does not shift maps by half a point as the paper's does.
+Each piece trains one network and evaluates it on two videos, frame by frame. `test` has the test frames, one per
+second. `val` has the validation frames, 15 per second, close to the setting of the paper, whose temporal smoothing uses
+the unlabelled frames too. No setting is selected on either of them. `dnn_aligned` is our variant: a three-point blur,
+which does not shift maps by half a point.
 
     python -m recipes.camvid --data-root DIR --only dnn,dnn_smooth
 """

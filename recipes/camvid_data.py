@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CLASSES", "UNLABELLED", "Crops", "Frames", "balanced", "cut", "place", "read", "sequences"]
-
 CLASSES = 11
 UNLABELLED = 11
 

@@ -13,8 +13,6 @@ from multitudes.base.sealed_files import write_atomically
 from multitudes.lab.study.run.store import Job, Run
 from recipes.recipe import ROOT, rounded
 
-__all__ = ["collect", "main"]
-
 RESULTS = ROOT / "results"
 
 
@@ -24,11 +22,11 @@ def collect(run: Path, results: Path = RESULTS) -> list[Path]:
         raise ValueError(f"run must be the directory of a run, got {str(run)!r}, which does not exist")
     pieces = list(_jobs(run) if (run / "study.toml").is_file() else _pieces(run))
     if not pieces:
-        raise ValueError(f"run must hold something that is done, got {str(run)!r}, which has no finished piece")
+        raise ValueError(f"run must have a finished piece, got {str(run)!r}")
     written = []
     for piece in pieces:
         if piece["scale"] != "full":
-            raise ValueError(f"{str(run)!r} was done at scale {piece['scale']}: only what is done in full is evidence")
+            raise ValueError(f"{str(run)!r} has scale {piece['scale']}: only full runs are collected")
         path = results / piece["recipe"] / f"{piece['piece']}.json"
         written.append(write_atomically(path, json.dumps(rounded(piece), indent=1, allow_nan=False) + "\n"))
     return written
@@ -45,7 +43,9 @@ def _jobs(run: Path) -> Iterator[dict[str, Any]]:
     recipe, _, scale = run.name.partition("-")
     file = ROOT / "recipes" / f"{recipe}.toml"
     if not file.is_file():
-        raise ValueError(f"run must be named after its recipe, got {str(run)!r}, and there is no recipes/{recipe}.toml")
+        raise ValueError(
+            f"run must be named after its recipe, got {str(run)!r}, but recipes/{recipe}.toml does not exist"
+        )
     times = _times(Run(run))
     for job in Run(run).done:
         yield {
@@ -89,7 +89,7 @@ def _measured(job: Job, times: dict[str, float]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.collect", description="Take runs into results/.")
+    parser = argparse.ArgumentParser(prog="python -m recipes.collect", description="Copy runs to results/.")
     parser.add_argument("runs", type=Path, nargs="+", help="directories of runs, named after their recipes")
     parser.add_argument("--again", action="store_true", help="second runs, to be compared with the first")
     given = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
-"""Deep ensembles against subspaces around one solution: which functions do they find?
+"""Deep ensembles and subspaces around one solution: weights, functions and diversity.
 
 S. Fort, H. Hu, B. Lakshminarayanan: Deep Ensembles: A Loss Landscape Perspective, 2019. Five MediumCNNs are trained on
-CIFAR-10 from different initialisations, by Adam and without augmentation, and their checkpoints kept. All else looks
-at these: how similar they are as weights and as functions, the landscape between them, how diverse their predictions
-are for the accuracy that they have, and what ensembling adds to subspaces, also under corruption and on SVHN. The runs
-are trained side by side: they see the same batches, and differ by their initialisation and their dropout.
+CIFAR-10 from different initialisations, with Adam and without augmentation, and their checkpoints saved. Other pieces
+analyse these: similarity of weights and functions, the landscape between them, diversity of predictions by accuracy,
+and ensembles of subspaces, also under corruption and on SVHN. The runs are trained side by side: they have the same
+batches, and differ by their initialisation and dropout.
 
     python -m recipes.ensembles_landscape --data-root DIR
 """
@@ -26,6 +26,7 @@ from multitudes.lab.study.run.costs import parameters
 from multitudes.landscape import Solutions
 from multitudes.training.trainer import Progress
 from recipes.landscape_runs import (
+    EXACT,
     ROWS,
     SEED,
     SUBSPACES,
@@ -36,14 +37,13 @@ from recipes.landscape_runs import (
     network,
     options,
     parts_of,
-    plain,
     settings,
     solutions,
     spaced,
     trajectories,
 )
 from recipes.landscape_shift import under_corruption, variants
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, rounded
 from recipes.tunnel_to_origin import stitched
 
 # -- training ----------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         "test_images": len(found.classes()),
         "loss": [epoch.loss / want.members for epoch in history],
         "seconds": [epoch.seconds for epoch in history],
-        "accuracy": plain(accuracies(found)),
+        "accuracy": rounded(accuracies(found), EXACT),
     }
 
 
@@ -109,7 +109,7 @@ def tsne(recipe: Recipe) -> dict[str, Any]:
     }
     test = batches(recipe, images(recipe).test, want.few)
     found = landscape.function_map(runs, test, model=model, draws=want.draws, seed=SEED)
-    return {"runs": list(found.runs), "kinds": list(found.kinds), "points": plain(found.points)}
+    return {"runs": list(found.runs), "kinds": list(found.kinds), "points": rounded(found.points, EXACT)}
 
 
 def planes(recipe: Recipe) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def planes(recipe: Recipe) -> dict[str, Any]:
     paths = {"run 0": first, "run 1": second, "diagonal": gaussians}
     return {
         "images": want.few,
-        "paths": {kind: plain(found.project(states, model)) for kind, states in paths.items()},
+        "paths": {kind: rounded(found.project(states, model), EXACT) for kind, states in paths.items()},
         **parts_of(found, ("axes", "coordinates", "loss", "accuracy", "agreement")),
     }
 
@@ -202,7 +202,7 @@ def subspaces(recipe: Recipe) -> dict[str, Any]:
     return {
         "test_images": len(found.classes()),
         "draws": want.draws,
-        **plain(scores),
+        **rounded(scores, EXACT),
         "samples": want.members,
         "diversity": diversities(found, want.members),
         "centres": centres(found),
@@ -260,7 +260,7 @@ def shift(recipe: Recipe) -> dict[str, Any]:
         "svhn_images": sum(len(x) for (x,) in ood),
         "corruptions": list(want.corruptions),
         "severities": list(want.severities),
-        **{part: plain(getattr(found, part).mean(1)) for part in ("accuracy", "brier", "divergence")},
+        **{part: rounded(getattr(found, part).mean(1), EXACT) for part in ("accuracy", "brier", "divergence")},
         "svhn": {method: float(mt.metrics.ensemble_js(predictions[method])) for method in methods},
     }
 

@@ -14,13 +14,14 @@ from multitudes import landscape
 from multitudes.lab.data import Data, Loader, Part
 from multitudes.landscape import Solutions
 from multitudes.shift import CORRUPTIONS, EXTRA
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, rounded
 
 State = dict[str, Tensor]  # the weights of one checkpoint, by name
 SUBSPACES = ("random", "diagonal", "low_rank")  # of section 5
 FLOOR = 0.65  # random draws with lower validation accuracy are rejected (section 5)
 ROWS = 2000  # batch size for evaluating networks
 SEED = 0
+EXACT = 17  # digits of float64
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,6 @@ def spaced(states: Sequence[State], last: int, count: int) -> list[State]:
     return window[::-1][::step][:count][::-1]
 
 
-def plain(value: Any) -> Any:
-    """Convert nested tensors to lists, for JSON."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
 def parts_of(found: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return some attributes of a result, for JSON."""
-    return {name: plain(getattr(found, name)) for name in names}
+    return {name: rounded(getattr(found, name), EXACT) for name in names}

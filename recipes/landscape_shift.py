@@ -19,8 +19,6 @@ from multitudes.shift import CORRUPTIONS, corrupt
 from multitudes.training.batches import Batches
 from multitudes.training.recorder import Checkpoints
 
-__all__ = ["UnderCorruption", "under_corruption", "variants"]
-
 
 def variants(
     run: Checkpoints, model: nn.Module | None = None, kinds: Iterable[str] = KINDS, **options: Any

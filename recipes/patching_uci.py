@@ -6,16 +6,16 @@ Chang, Yao, Williams-King and Lipson, *Ensemble model patching*, 2019, appendix 
 squared error and the log predictive density of ECMP, EMP, MC dropout and an explicit ensemble, over the splits of
 Hernandez-Lobato and Adams (2015). Each piece is a data set, and runs on a CPU.
 
-The paper's settings, the same for every set and not tuned: one hidden layer of 50 ReLU units (100 for protein); batch
+Settings of the paper, equal for every set and not tuned: one hidden layer of 50 ReLU units (100 for protein); batch
 norm (gamma 0.2, patched with 5 components), or dropout of rate 0.005, after the input and after the hidden layer, and
 neither in the ensemble of 5; Adam at its default rate, weight decay 0.01, batches of 100; an output precision of 0.1
-in the target's own units. What differs is how long: 4,000 epochs there, 8,000 steps here, and 1,000 draws, not 10,000.
-Batch norm that is not patched, `norm`, is a control of ours.
+in the units of the target. The paper trains for 4,000 epochs with 10,000 draws; here it is 8,000 steps and 1,000 draws.
+Batch norm without patching, `norm`, is our control.
 
-All splits of a set have the same sizes, so that one network can hold a member for each. A member has its split's data
-as a buffer and is called with the numbers of rows: one batch of numbers means other rows to every member.
+All splits of a set have the same sizes, so one network has a member for each split. A member has the data of its split
+as a buffer and is called with row indices: the same indices select different rows in every member.
 
-Targets are standardised like inputs. The paper's "the data" may mean inputs alone: the piece `yacht-own` trains on
+Targets are standardised like inputs. "The data" in the paper may mean only inputs: the piece `yacht-own` trains on
 targets in their own units.
 """
 
@@ -186,7 +186,7 @@ def train(net: Splits, rows: Rows, epochs: int, seed: int = 0) -> float:
 def errors(net: Splits, rows: Tensor, splits: int, at_once: int = 256) -> Tensor:
     """Return the errors of all draws or ensemble members on rows `[B]` of each split: `[splits, S, B]`.
 
-    The seed makes weight draws the same for all rows, whatever the batch size.
+    The seed makes weight draws the same for all rows and batch sizes.
     """
     parts = [net.predict(some, "regression", seed=0).predictions for some in rows.split(at_once)]
     return torch.cat(parts, 1).squeeze(2).unflatten(0, (splits, -1)).cpu()

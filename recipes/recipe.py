@@ -1,10 +1,10 @@
-"""Shared base of recipes that are scripts: a command line, two scales, and pieces that are done once.
+"""Base of recipes that are scripts: a command line, two scales, and resumable pieces.
 
     python -m recipes.variance_mnist --data-root DIR --scale smoke --out runs/variance_mnist
 
-A recipe consists of named pieces. Each is written to `OUT/PIECE.json` when it is done, with its provenance. Repeating
-the command runs missing pieces, and `--only` selects some of them, so that a long recipe can be done in parts or in
-parallel. `python -m recipes.collect OUT` copies the pieces to `results/`.
+A recipe consists of named pieces. The result of each is written to `OUT/PIECE.json` with its provenance. Repeating the
+command runs missing pieces, and `--only` selects pieces, so a long recipe can run in parts or in parallel.
+`python -m recipes.collect OUT` copies the pieces to `results/`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from multitudes.base.sealed_files import write_atomically
 from multitudes.lab.data import Data, Loader
 from multitudes.lab.study.run.costs import commit, machine, versions
 from multitudes.networks.devices import device_of
-
-__all__ = ["SCALES", "Recipe", "accuracies", "accuracy", "loaded", "of_pixels", "rounded"]
 
 SCALES = ("smoke", "full")
 """smoke: minutes on two cores with a subset of the data, as a test; full: one GPU, up to half an hour."""
@@ -57,7 +55,7 @@ class Recipe:
         for piece in self.pieces:
             path = self.out / f"{piece}.json"
             if path.is_file():
-                print(f"{piece}: done before")
+                print(f"{piece}: already done")
                 continue
             self._seen.clear()
             start = time.time()
@@ -107,16 +105,16 @@ class Recipe:
             description=self.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.add_argument("--data-root", type=Path, required=True, help="the folder with the data sets")
-        parser.add_argument("--out", type=Path, default=Path("runs") / self.name, help="where results go (%(default)s)")
-        parser.add_argument("--scale", choices=SCALES, default="full", help="how much of it (%(default)s)")
+        parser.add_argument("--data-root", type=Path, required=True, help="folder with the data sets")
+        parser.add_argument("--out", type=Path, default=Path("runs") / self.name, help="output folder (%(default)s)")
+        parser.add_argument("--scale", choices=SCALES, default="full", help="amount of work (%(default)s)")
         parser.add_argument("--device", help="cpu, cuda or auto (auto)")
-        parser.add_argument("--only", default=",".join(self.work), help="pieces, by default all: %(default)s")
+        parser.add_argument("--only", default=",".join(self.work), help="pieces to run (%(default)s)")
         given = parser.parse_args(arguments)
         self.pieces = [piece for piece in given.only.split(",") if piece]
         for piece in self.pieces:
             if piece not in self.work:
-                parser.error(f"--only must be pieces of {', '.join(self.work)}, got {piece!r}")
+                parser.error(f"--only must be among {', '.join(self.work)}, got {piece!r}")
         if not given.data_root.is_dir():
             parser.error(f"--data-root must be a folder, got {str(given.data_root)!r}, which does not exist")
         self.data_root, self.out, self.scale = given.data_root, given.out, given.scale
@@ -156,7 +154,7 @@ def of_pixels(network: nn.Module, data: Data) -> nn.Module:
 def loaded(path: Path, piece: str) -> mt.Multitude:
     """Load the network saved by a piece."""
     if not path.is_file():
-        raise ValueError(f"there is no network {str(path)!r}: run the piece {piece} first")
+        raise ValueError(f"the network {str(path)!r} is missing: run the piece {piece} first")
     net = mt.load(path)
     assert isinstance(net, mt.Multitude)
     return net

@@ -1,15 +1,16 @@
-"""Spatial smoothing on CIFAR-10: measures of a study's networks beside their scores.
+"""Spatial smoothing on CIFAR-10: further measurements of the networks of a study.
 
     multitudes compare recipes/smoothing_resnet18.toml --data-root DIR [--scale smoke]
     python -m recipes.smoothing --data-root DIR [--scale smoke] [--only consistency,attacks] [--out runs/smoothing]
 
 Park & Kim, *Blurs behave like ensembles: spatial smoothings to improve accuracy, uncertainty, and robustness*, 2022.
-`consistency` (Table E.3) and `attacks` (Table E.2) measure the four networks of the study, which lie beside OUT: a
-plain ResNet-18, one with smoothing, one with MC dropout, and one with both.
+`consistency` (Table E.3) and `attacks` (Table E.2) measure the four networks of the study, whose folder is next to OUT:
+a plain ResNet-18, one with smoothing, one with MC dropout, and one with both.
 
 `hessian` (Fig. 8) and `planes` (Fig. 7) compare classifier heads, as the paper does, on ResNet-18 with MC dropout:
 `train_mlp` trains one with an MLP behind the last feature maps, `train_gap` with global average pooling, and
-`train_smooth` with global average pooling and smoothing. All three learn alike, and far more briefly than in the paper.
+`train_smooth` with global average pooling and smoothing. All three have the same training, much shorter than in the
+paper.
 """
 
 from __future__ import annotations

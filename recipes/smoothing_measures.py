@@ -26,8 +26,6 @@ from multitudes.metrics import (
 from multitudes.shift import Attack, translated
 from recipes.recipe import of_pixels, rounded
 
-__all__ = ["attacks_on", "consistency_of", "landscape_of", "on_images", "scores_of", "spectrum_of"]
-
 Making = Callable[..., Attack]
 """`(net, images, labels, seed=...) -> Attack`: an attack with its settings."""
 ATTACK_ROWS = 125

@@ -1,13 +1,13 @@
-"""Tables: our estimators at their defaults beside gradient boosting, a random forest, and the package of TabM.
+"""Tables: our estimators at their defaults, gradient boosting, a random forest, and the package of TabM.
 
     python -m recipes.tables --data-root DIR [--scale smoke] [--only energy-tabm,energy-boosting]
 
 Eleven tables of 150 to 46,000 rows: six UCI regression sets on their own splits (Hernandez-Lobato and Adams, 2015), and
 five that come with scikit-learn, five splits of each. All methods have the same training and test rows, and default
-settings: nothing is tuned here (how the defaults were found is on the page). Each piece is a table and a method.
+settings: nothing is tuned here (the page describes how the defaults were chosen). Each piece is a table and a method.
 
-Numbers are in the target's own units. Densities and scores of regression are those of a normal distribution with the
-predicted mean and deviation; probabilities of classes below 1e-6, which forests give, count as 1e-6.
+Numbers are in the units of the target. Densities and scores of regression are those of a normal distribution with the
+predicted mean and deviation. Class probabilities below 1e-6, as forests predict, count as 1e-6.
 """
 
 from __future__ import annotations

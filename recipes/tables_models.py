@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LEVEL", "METHODS", "NETWORKS", "Answer", "Table", "package_batch"]
-
 LEVEL = 0.9
 """Target coverage of intervals and sets."""
 HELD_OUT = 0.15

@@ -17,8 +17,6 @@ from multitudes.landscape.figures import coloured, figure
 from multitudes.landscape.weight_space.weight_scores import WeightScorer, measured, single_network
 from multitudes.training.recorder import unflattened
 
-__all__ = ["Stitched", "stitched"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stitched:

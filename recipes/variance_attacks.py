@@ -3,15 +3,15 @@
 Neklyudov, Molchanov, Ashukha and Vetrov, *Variance networks: when expectation does not meet your expectations*, 2018:
 Figure 2, and the CIFAR-10 rows of Table 1. The network is the VGG-like one of Zagoruyko (2015).
 
-Each network is a piece, so that several can be trained at a time, each by a process of its own; the ensembles are made
-of them, and come last:
+Each network is a piece, so several can be trained in parallel processes. The ensembles use these networks, and come
+last:
 
     for piece in dropout-0 dropout-1 dropout-2 variance-0 variance-1 variance-2; do
         python -m recipes.variance_attacks --data-root DIR --only $piece &
     done; wait
     python -m recipes.variance_attacks --data-root DIR
 
-`dropout-0` and `variance-0` are attacked as well.
+`dropout-0` and `variance-0` are also attacked.
 """
 
 from __future__ import annotations

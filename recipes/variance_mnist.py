@@ -3,15 +3,15 @@
 Neklyudov, Molchanov, Ashukha and Vetrov, *Variance networks: when expectation does not meet your expectations*, 2018:
 Tables 1 and 2, Figures 3 to 5, and the numbers of appendices B and D.
 
-Each piece is one network, so that several can be trained at a time, each by a process of its own:
+Each piece is one network, so several can be trained in parallel processes:
 
     for piece in dropout all layer neuron weight additive student zero phase; do
         python -m recipes.variance_mnist --data-root DIR --only $piece &
     done; wait
 
-`dropout` and `all` (four variance layers) are Table 1; `layer`, `neuron`, `weight` and `additive`, with the first dense
-layer alone a variance layer, Table 2; `student` and `zero` the appendices; `phase` has a smooth nonlinearity after that
-layer, and is measured for Figures 3 to 5.
+`dropout` and `all` (four variance layers) are for Table 1. `layer`, `neuron`, `weight` and `additive`, where only the
+first dense layer is a variance layer, are for Table 2. `student` and `zero` are for the appendices. `phase` has a
+smooth nonlinearity after that layer, and is for Figures 3 to 5.
 """
 
 from __future__ import annotations

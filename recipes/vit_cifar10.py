@@ -1,10 +1,10 @@
-"""A vision transformer on CIFAR-10, from scratch: a single one, Packed, heads, Laplace and a deep ensemble.
+"""A vision transformer on CIFAR-10, trained from scratch: single, Packed, heads, Laplace and a deep ensemble.
 
-No paper's experiment: what the methods for transformers are worth on one. The network is a ViT-S/4 (Dosovitskiy et al.,
-2021; width 384, six heads, patches of 4 x 4) of six blocks. SVHN is what is foreign to it.
+This experiment is not from a paper; it compares methods on a transformer. The network is a ViT-S/4 (Dosovitskiy et al.,
+2021; width 384, six heads, patches of 4 x 4) of six blocks. SVHN is out-of-distribution.
 
-The four members of the deep ensemble share no weight and are trained as each would be alone. So they are the single
-networks of four seeds as well, and what Laplace approximations are made of: `deep` comes first.
+The four members of the deep ensemble share no weights, and are trained like single networks. So they also are the
+single networks of four seeds, and the basis of the Laplace approximations: `deep` comes first.
 
     python -m recipes.vit_cifar10 --data-root DIR
 """
@@ -100,9 +100,9 @@ def trained(recipe: Recipe, name: str) -> dict[str, Any]:
 def measured(recipe: Recipe, net: nn.Module, **options: Any) -> dict[str, float]:
     """Score a network on all test images, with SVHN as out-of-distribution data."""
     data = read(recipe)
-    foreign = {name: data.preprocess(data.scaled(x)) for name, x in data.ood.items()}
+    ood = {name: data.preprocess(data.scaled(x)) for name, x in data.ood.items()}
     result = mt.evaluate(
-        net, Loader(data.test, data, 500, recipe.device, shuffle=False), ood=foreign, progress=False, **options
+        net, Loader(data.test, data, 500, recipe.device, shuffle=False), ood=ood, progress=False, **options
     )
     return {name: result[name] for name in SCORES}
 

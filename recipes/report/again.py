@@ -8,8 +8,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
 
-__all__ = ["FOLDER", "differences", "section"]
-
 FOLDER = "again"
 """Folder of second runs, as RECIPE/PIECE.json, like the first ones above it."""
 
@@ -27,18 +25,18 @@ def section(results: Path) -> Section | None:
         first, second = Raw(results / folder.name), Raw(folder)
         for piece in second.pieces:
             if piece not in first:
-                raise ValueError(f"{FOLDER}/{folder.name}/{piece}.json has no first run beside it")
-            apart = dict(differences(first[piece], second[piece]))
-            name, most = max(apart.items(), key=lambda item: item[1])
+                raise ValueError(f"{FOLDER}/{folder.name}/{piece}.json has no first run")
+            changes = dict(differences(first[piece], second[piece]))
+            name, most = max(changes.items(), key=lambda item: item[1])
             worst = max(worst, most)
-            equal = sum(value == 0 for value in apart.values())
-            row = [f"{folder.name}: {piece}", second.pieces[piece]["machine"]["name"], str(len(apart)), str(equal)]
+            equal = sum(value == 0 for value in changes.values())
+            row = [f"{folder.name}: {piece}", second.pieces[piece]["machine"]["name"], str(len(changes)), str(equal)]
             rows.append([*row, number(most, 6), f"`{name}`" if most else MISSING])
     if not rows:
         return None
     header = ["piece", "machine", "numbers", "equal", "largest difference", "of"]
-    text = f"""Pieces that were run twice from the same recipe and seed, in processes of their own. All numbers of the
-two raw files but times are compared: scores as they are, everything larger than 1 by its relative difference.
+    text = f"""Pieces that were run twice with the same recipe and seed, in separate processes. All numbers of the two
+raw files except times are compared, by absolute differences, or relative ones for numbers larger than 1.
 
 {table(header, rows)}
 """
@@ -56,13 +54,13 @@ def differences(one: Any, two: Any, place: str = "") -> Iterator[tuple[str, floa
     """
     if isinstance(one, Mapping):
         if not isinstance(two, Mapping) or list(one) != list(two):
-            raise ValueError(f"{place or 'the result'} has other keys the second time")
+            raise ValueError(f"{place or 'the result'} has other keys in the second run")
         for key in one:
             if not any(word in key for word in TIMES):
                 yield from differences(one[key], two[key], f"{place}.{key}" if place else key)
     elif isinstance(one, Sequence) and not isinstance(one, str):
         if len(one) != len(two):
-            raise ValueError(f"{place} is of another length the second time")
+            raise ValueError(f"{place} has another length in the second run")
         for index, pair in enumerate(zip(one, two, strict=True)):
             yield from differences(*pair, f"{place}[{index}]")
     elif isinstance(one, (int, float)) and not isinstance(one, bool):

@@ -7,8 +7,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, table
 
-__all__ = ["PAPER", "section"]
-
 PAPER: dict[tuple[str, bool], tuple[int, float, float, float, float]] = {
     ("dnn", False): (1, 0.354, 92.3, 4.95, 95.1),
     ("dnn_smooth", False): (1, 0.318, 92.4, 4.54, 95.5),
@@ -65,7 +63,7 @@ the five frames before it, each of which counts e^-0.8 of the one after it. N is
 Unlabelled pixels do not count, the ECE has 10 bins, and CONS, consistency, is the share of pixels whose predicted class
 is that of the frame before.
 
-What is not as in the paper:
+Differences from the paper:
 
 - The paper smooths over all frames of the videos, 30 in a second. Here there are only those with labels. In the test
   set they are a second apart, so the car has moved on. The validation set is one video with 15 labelled frames in a

@@ -1,4 +1,4 @@
-"""Claims of Fort, Hu and Lakshminarayanan (2019), and whether the numbers of our runs support them."""
+"""Claims of Fort, Hu and Lakshminarayanan (2019), checked with the numbers of our runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from multitudes.landscape.accuracy_diversity import normalised
 from recipes.report.raw import Claim, Raw, number, percent
-
-__all__ = ["NAMES", "NEAR", "PAPER_SVHN", "SUBSPACES", "claims", "middle_of", "near", "on_path"]
 
 PAPER_SVHN = {"independent": 0.384, "trajectory": 0.153, "random": 0.155, "low_rank": 0.087, "diagonal": 0.034}
 """Jensen-Shannon divergence of 5 samples on SVHN (section 5, text)."""
@@ -31,7 +29,7 @@ NAMES = {
 }
 SUBSPACES = ("random", "diagonal", "low_rank", "mc dropout")
 NEAR = 0.9
-"""Share of the reference's accuracy that draws must keep to be compared with independent runs."""
+"""Minimum accuracy of draws for the comparison with independent runs, relative to the reference."""
 
 
 # -- values from the pieces ---------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ def near(piece: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def claims(raw: Raw) -> list[Claim]:
-    """Check the paper's claims against our numbers; the docstring of each judge is its claim."""
+    """Check the claims of the paper; the docstring of each judge is its claim."""
     found = []
     for judge, *names in JUDGES:
         pieces = [raw[name] for name in names]
@@ -81,15 +79,15 @@ def listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{NAMES.get(name, name)} {number(value)}" for name, value in values.items())
 
 
-def apart(piece: Mapping[str, Any]) -> tuple[bool, str]:
-    """Two runs end further apart than two late checkpoints of a run, as weights and as functions."""
+def runs_differ(piece: Mapping[str, Any]) -> tuple[bool, str]:
+    """The ends of two runs differ more than two late checkpoints of a run, in weights and in predictions."""
     within, between = piece["within_runs"], piece["between_runs"]
-    told = [f"{key} {number(between[key])} against {number(within[key])}" for key in ("cosine", "disagreement")]
-    return between["cosine"] < within["cosine"] and between["disagreement"] > within["disagreement"], ", ".join(told)
+    summary = [f"{key} {number(between[key])} against {number(within[key])}" for key in ("cosine", "disagreement")]
+    return between["cosine"] < within["cosine"] and between["disagreement"] > within["disagreement"], ", ".join(summary)
 
 
 def independent_differ(piece: Mapping[str, Any]) -> tuple[bool, str]:
-    """Independent runs differ more than the draws of any subspace, in labels and in probabilities."""
+    """Independent runs differ more than draws from any subspace, in labels and in probabilities."""
     scores = piece["diversity"]
     others = [of for kind, of in scores.items() if kind != "independent"]
     holds = [scores["independent"][key] > max(of[key] for of in others) for key in ("disagreement", "divergence")]
@@ -97,18 +95,18 @@ def independent_differ(piece: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def better_trade_off(piece: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """Other runs differ more, for their accuracy, than all draws that keep nine tenths of the reference's accuracy."""
+    """Other runs are more diverse for their accuracy than draws with nine tenths of the reference's accuracy."""
     groups = near(piece)
     runs = groups.pop("other runs", torch.zeros(0))
     rest = {kind: float(group.max()) for kind, group in groups.items() if len(group)}
     if not len(runs) or not rest:
         return None, ""
-    told = f"least diverse run {number(float(runs.min()))}; the most diverse: {listed(rest)}"
-    return float(runs.min()) > max(rest.values()), told
+    summary = f"least diverse run {number(float(runs.min()))}; the most diverse: {listed(rest)}"
+    return float(runs.min()) > max(rest.values()), summary
 
 
 def complementary(piece: Mapping[str, Any]) -> tuple[bool, str]:
-    """Ensembles of each subspace beat the plain ensemble and that subspace alone, in accuracy or in NLL."""
+    """Ensembles of each subspace are better than the plain ensemble and than one subspace, in accuracy or NLL."""
     accuracy, nll = piece["accuracy"], piece["nll"]
     holds = [
         accuracy[kind][-1] > max(accuracy[kind][0], accuracy["baseline"][-1])
@@ -116,12 +114,12 @@ def complementary(piece: Mapping[str, Any]) -> tuple[bool, str]:
         for kind in SUBSPACES
     ]
     kinds = ("baseline", *SUBSPACES)
-    told = [f"{NAMES[kind]} {percent(accuracy[kind][-1])} %, NLL {number(nll[kind][-1])}" for kind in kinds]
-    return all(holds), "ensembles of all runs: " + "; ".join(told)
+    summary = [f"{NAMES[kind]} {percent(accuracy[kind][-1])} %, NLL {number(nll[kind][-1])}" for kind in kinds]
+    return all(holds), "ensembles of all runs: " + "; ".join(summary)
 
 
 def ensembles_first(piece: Mapping[str, Any]) -> tuple[bool, str]:
-    """The plain ensemble beats every subspace of one run, in accuracy and in NLL."""
+    """The plain ensemble is better than every subspace of one run, in accuracy and NLL."""
     accuracy, nll = piece["accuracy"], piece["nll"]
     best = accuracy["baseline"][-1], nll["baseline"][-1]
     holds = [best[0] > accuracy[kind][0] and best[1] < nll[kind][0] for kind in SUBSPACES]
@@ -135,33 +133,33 @@ def on_svhn(piece: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def svhn_order(piece: Mapping[str, Any]) -> tuple[bool, str]:
-    """On SVHN, random draws and the trajectory come before the low-rank Gaussian, and that before the diagonal one."""
+    """On SVHN, random draws and the trajectory diverge more than the low-rank, then the diagonal Gaussian."""
     ours = {kind: piece["svhn"][kind] for kind in ("trajectory", "random", "low_rank", "diagonal")}
     holds = min(ours["trajectory"], ours["random"]) > ours["low_rank"] > ours["diagonal"]
     return holds, f"{listed(ours)} (paper: {listed({kind: PAPER_SVHN[kind] for kind in ours})})"
 
 
 def under_shift(piece: Mapping[str, Any]) -> tuple[bool, str]:
-    """The lead of independent runs over every subspace in JS divergence grows from clean to most corrupted images."""
+    """The JS divergence of independent runs, relative to every subspace, grows from clean to corrupted images."""
     by_method = dict(zip(piece["methods"], piece["divergence"], strict=True))
     runs = by_method["independent"]
     kinds = ("trajectory", *SUBSPACES)
     leads = {kind: (runs[0] - by_method[kind][0], runs[-1] - by_method[kind][-1]) for kind in kinds}
-    told = [f"{NAMES[kind]} {number(clean)} to {number(worst)}" for kind, (clean, worst) in leads.items()]
-    return all(worst > clean for clean, worst in leads.values()), "lead over " + ", ".join(told)
+    summary = [f"{NAMES[kind]} {number(clean)} to {number(worst)}" for kind, (clean, worst) in leads.items()]
+    return all(worst > clean for clean, worst in leads.values()), "lead over " + ", ".join(summary)
 
 
 def tunnelled(piece: Mapping[str, Any], similar: Mapping[str, Any]) -> tuple[bool, str]:
-    """In a tunnel the loss rises by less than half of a line's; its middle is another function than either end."""
+    """A tunnel has less than half the barrier of the straight line, and its middle is a different function."""
     agreements = on_path(piece["stitched"])[1]
-    middle, alike = max(middle_of(agreements)), 1 - similar["within_runs"]["disagreement"]
+    middle, checkpoints = max(middle_of(agreements)), 1 - similar["within_runs"]["disagreement"]
     rises = f"rise {number(piece['barrier'])} against {number(piece['linear_barrier'])}"
-    told = f"{rises}; agreement with an end {number(middle)}, of two late checkpoints of a run {number(alike)}"
-    return piece["barrier"] < piece["linear_barrier"] / 2 and middle < alike, told
+    summary = f"{rises}; agreement with an end {number(middle)}, of two late checkpoints of a run {number(checkpoints)}"
+    return piece["barrier"] < piece["linear_barrier"] / 2 and middle < checkpoints, summary
 
 
 JUDGES: tuple[tuple[Any, ...], ...] = (
-    (apart, "similarity"),
+    (runs_differ, "similarity"),
     (independent_differ, "subspaces"),
     (better_trade_off, "diversity"),
     (complementary, "subspaces"),

@@ -8,8 +8,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, mean_of, number, percent, spread, table
 
-__all__ = ["METHODS", "cost", "results_of", "score", "section"]
-
 METHODS = {
     "single": "single network",
     "batch_ensemble": "BatchEnsemble",
@@ -61,18 +59,18 @@ COLUMNS: dict[str, tuple[Read, float, int]] = {
 def section(raw: Raw) -> Section:
     """Write Table 1, and check its claims."""
     found = {method: results_of(raw, method) for method in METHODS}
-    text = f"""ResNet-18 on CIFAR-10, four members, re-derived SVHN as what is foreign, told by the highest probability.
-Numbers are ours, with the deviation over seeds where there are several, and the paper's (means of five runs) in
-brackets. The paper trains on 50,000 images in batches of 128; ours are 49,000 images, batches of 500, a rate twice
-as high, mixed precision, and a cosine schedule, all for 75 epochs.
+    text = f"""ResNet-18 on CIFAR-10 with four members; re-derived SVHN is out-of-distribution, scored by confidence.
+Numbers are ours, with the deviation over seeds if there are several, and in brackets those of the paper (means of five
+runs). The paper trains on 50,000 images in batches of 128. Here networks are trained on 49,000 images in batches of
+500, with twice the learning rate, mixed precision and a cosine schedule. Both train for 75 epochs.
 
 {_quality(found)}
 
-MIMO's multiply-adds are a quarter of the paper's, whose code repeats each batch four times: where all members see the
-same inputs, as with rho = 1, that changes nothing but the price. Masks, which do not learn, are none of our parameters.
+MIMO has a quarter of the multiply-adds of the paper, whose code repeats each batch four times. With rho = 1 all members
+have the same inputs, so the repetition only adds cost. Masks are not trained, and do not count as parameters here.
 
-What it costs, as multiples of the single network, not compiled, while nothing else ran. A training step was measured
-beside the single network's in the same process, inference (images a second, 256 at once) in processes of their own:
+Costs are multiples of the single network, not compiled, on an otherwise idle machine. Training steps were measured
+alternately with the single network in one process, inference (images per second, batches of 256) in separate processes:
 
 {_costs(found)}
 """
@@ -130,15 +128,15 @@ def _claims(found: dict[str, list[dict[str, Any]]]) -> list[Claim]:
     def means(name: str) -> list[float]:
         return [statistics.fmean(map(score(name), found[method])) for method in three]
 
-    def told(what: str, values: list[float], say: Callable[[float], str]) -> str:
+    def summary(what: str, values: list[float], say: Callable[[float], str]) -> str:
         return f"{what}: " + ", ".join(
             f"{METHODS[each]} {say(value)}" for each, value in zip(three, values, strict=True)
         )
 
     right, nll, ece = means("accuracy"), means("nll"), means("ece")
     ahead = right[1] > right[0] and nll[1] < nll[0] and ece[1] < ece[0]
-    accuracy, likelihood = told("accuracy %", right, percent), told("NLL", nll, number)
-    calibration = told("ECE", ece, number)
+    accuracy, likelihood = summary("accuracy %", right, percent), summary("NLL", nll, number)
+    calibration = summary("ECE", ece, number)
     return [
         Claim("A single ResNet-18 is right on 93 % or more", right[0] >= 0.93, accuracy),
         Claim("Packed-(2, 4, 2) is within a point of the deep ensemble", right[2] - right[1] <= 0.01, accuracy),

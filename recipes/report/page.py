@@ -15,8 +15,6 @@ from recipes.report.reasons import reasons_for
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["SECTIONS", "Page"]
-
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "packed_cifar10": ("packed_cifar10",),
     "smoothing": ("smoothing", "smoothing_resnet18", "smoothing_vgg16"),
@@ -33,10 +31,10 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 HEAD = """# Results
 
-The papers' experiments, rerun from [recipes](../recipes/README.md) on real data at the scale of one GPU, with the
-papers' numbers beside ours. This page is made from the raw files beside it by `make results`; no number in it is typed
-in by hand but the papers' own. Pieces were done side by side, several at a time on one GPU; their seconds are by the
-clock, and what is said about costs was measured while all others stood still.
+Experiments of papers, repeated with the [recipes](../recipes/README.md) on real data at the scale of one GPU, next to
+the numbers of the papers. `make results` renders this page from the raw files in this folder; only the numbers of the
+papers are written by hand. Several pieces ran at the same time on one GPU, and their seconds are wall-clock times.
+Costs were measured on otherwise idle machines.
 """
 
 HOLDS = {True: "yes", False: "**no**", None: "not measured"}
@@ -73,7 +71,7 @@ class Page:
     @property
     def text(self) -> str:
         """The whole page as Markdown."""
-        parts = [HEAD, "## What the papers say, and whether it shows\n", self._claims(), self._reasons()]
+        parts = [HEAD, "## Claims of the papers, and our measurements\n", self._claims(), self._reasons()]
         for name, section in self.sections.items():
             parts += [f"## {section.title}\n", section.text.strip() + "\n", self._made(name)]
         return "\n".join(parts)
@@ -81,13 +79,13 @@ class Page:
     def _claims(self) -> str:
         claims = [claim for section in self.sections.values() for claim in section.claims]
         known = [claim.holds for claim in claims if claim.holds is not None]
-        told = f"Of {len(claims)} claims {len(known)} have been measured, and {sum(known)} show.\n\n"
+        summary = f"We measured {len(known)} of {len(claims)} claims, and confirm {sum(known)}.\n\n"
         rows = [
             ["" if index else section.title, claim.text.rstrip("."), HOLDS[claim.holds], claim.numbers or MISSING]
             for section in self.sections.values()
             for index, claim in enumerate(section.claims)
         ]
-        return told + table(["of", "claim", "shows", "numbers"], rows).replace("---:", "---") + "\n"
+        return summary + table(["section", "claim", "confirmed", "numbers"], rows).replace("---:", "---") + "\n"
 
     def _reasons(self) -> str:
         found = {section.title: reasons_for(name, section.claims) for name, section in self.sections.items()}
@@ -96,7 +94,7 @@ class Page:
             for title, reasons in found.items()
             if reasons
         ]
-        return "\n".join(["### What does not show, and why, as far as it was found out\n", *lists]) if lists else ""
+        return "\n".join(["### Claims that are not confirmed, and known reasons\n", *lists]) if lists else ""
 
     def _made(self, name: str) -> str:
         """Write the provenance of the pieces."""
@@ -106,7 +104,7 @@ class Page:
         rows = [_row(piece) for piece in pieces]
         header = ["piece", "command", "commit", "data", "machine", "seconds"]
         body = table(header, rows).replace("---:", "---")
-        return f"<details><summary>What it was done with</summary>\n\n{body}\n\n</details>\n"
+        return f"<details><summary>Provenance</summary>\n\n{body}\n\n</details>\n"
 
 
 def _row(piece: Mapping[str, Any]) -> list[str]:

@@ -7,8 +7,6 @@ from typing import Any
 
 from recipes.report.raw import MISSING, Claim, Raw, Section, number, percent, table
 
-__all__ = ["section"]
-
 METHODS = {
     "single": "vanilla",
     "mc_dropout": "dropout",
@@ -39,10 +37,10 @@ BY_DRAWS = {
 def section(raw: Raw) -> Section:
     """Report calibration by method, and by the number of draws."""
     found = {method: raw[f"{method}-0"] for method in METHODS if f"{method}-0" in raw}
-    text = f"""ResNet-18 on CIFAR-10. The paper's numbers, in brackets, are of ResNet-18 on ImageNet: the order of the
-methods can be compared, the size of the numbers cannot. Calibration errors are over 20 bins, of which those with 5
-predictions or fewer are left out. Adam at its default rate as in the paper, for 40 epochs (the paper: 100) with a
-cosine schedule and mixed precision.
+    text = f"""ResNet-18 on CIFAR-10. The paper's numbers, in brackets, are of ResNet-18 on ImageNet: only the
+order of the methods is comparable. Calibration errors use 20 bins, without those of 5 or fewer predictions. Training
+uses Adam at its default rate as in the paper, for 40 epochs (100 in the paper) with a cosine schedule and mixed
+precision.
 
 {_by_method(found)}
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipes.report.raw import MISSING, Claim, Raw, Section, number, table
+from recipes.report.raw import MISSING, Claim, Raw, Section, compared, number, standard_error, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -70,12 +70,12 @@ def section(raw: Raw) -> Section:
         INTRODUCTION,
         scaled_down(raw, measured),
         "**Test RMSE in the target's units, mean ± standard error over splits** (Table 12)",
-        beside(raw, measured, "rmse", TABLE_12, lambda name: DIGITS.get(name, 2)),
+        score_table(raw, measured, "rmse", TABLE_12, lambda name: DIGITS.get(name, 2)),
         "![RMSE over that of dropout](patching_uci/relative.svg)" if measured else "",
         "**Test log predictive density at the paper's precision 0.1** (Table 13)",
-        beside(raw, measured, "log_density", TABLE_13, lambda name: 2),
+        score_table(raw, measured, "log_density", TABLE_13, lambda name: 2),
         FITTED,
-        beside(raw, measured, "log_density_fitted", {}, lambda name: 2),
+        score_table(raw, measured, "log_density_fitted", {}, lambda name: 2),
         DIFFERENCES,
         own_units(raw),
     ]
@@ -95,8 +95,8 @@ data. The output precision 0.1 is in the target's units, which puts a ceiling of
 FITTED = """\
 **Test log predictive density at a fitted precision** (not in the paper)
 
-At precision 0.1, errors well below 3 units all look alike. Here the precision of each method and split is the one
-that suits its errors on training rows best. A network that overfits is overconfident then, and pays for it."""
+At precision 0.1, errors well below 3 units have nearly the same density. Here the precision of each method and split is
+fitted to its errors on training rows, so a network that overfits is overconfident and scores worse."""
 
 DIFFERENCES = """\
 What the paper leaves open, or what differs:
@@ -107,11 +107,11 @@ What the paper leaves open, or what differs:
 - The paper compares patched networks with batch norm to others without. How much of the difference is the norm's own
   shows in the last column, and in the claim about it.
 - Weight decay is Adam's own (L2).
-- The norms' running statistics are used as training leaves them, which is right after an epoch's last batch, a smaller
-  one (11 rows for Power, 41 for Naval). They are noisy, and dropout and the ensemble have none.
+- The norms' running statistics are used as training leaves them, right after the last and smallest batch of an epoch
+  (11 rows for Power, 41 for Naval). They are noisy; dropout and the ensemble have none.
 - The paper's Protein errors are about half of what others have on these splits (Gal and Ghahramani, 2016: 4.36 for
   dropout), so that its target is probably another one, or scaled.
-- The paper's tenth set, Year, is left out: the data were not to be had."""
+- The paper's tenth set, Year, is missing, because the data are not available."""
 
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def scaled_down(raw: Raw, measured: Sequence[str]) -> str:
     )
 
 
-def beside(raw: Raw, measured: Sequence[str], what: str, paper: Paper, digits: Callable[[str], int]) -> str:
+def score_table(raw: Raw, measured: Sequence[str], what: str, paper: Paper, digits: Callable[[str], int]) -> str:
     """Tabulate our numbers for each set, with the paper's below them if given."""
     rows = []
     for name in measured:
@@ -158,15 +158,6 @@ def spread_of(values: Sequence[float] | None, digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ± {number(standard_error(values), digits)}"
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean.
-
-    >>> standard_error([1.0, 3.0])
-    1.0
-    """
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
 def own_units(raw: Raw) -> str:
     """Report Yacht with unscaled targets."""
     result = raw["yacht-own"]
@@ -187,7 +178,7 @@ def own_units(raw: Raw) -> str:
 
 def relative(raw: Raw, measured: Sequence[str]) -> Figure:
     """Plot errors relative to dropout's, ours and the paper's; the paper's Naval (0.00 and 0.01) is left out."""
-    from multitudes.landscape.figures import COLOURS, figure, graph_objects
+    from multitudes.landscape.figures import COLOURS, figure
 
     fig = figure("RMSE over that of dropout", "", "RMSE / RMSE of dropout")
     ours = {name: means(raw[name], "rmse") for name in measured}
@@ -199,7 +190,7 @@ def relative(raw: Raw, measured: Sequence[str]) -> Figure:
         for values, who, symbol in ((points, "ours", "circle"), (paper, "paper", "circle-open")):
             marker = {"color": COLOURS[index], "symbol": symbol, "size": 9}
             x, y = [NAMES[name] for name in values], list(values.values())
-            fig.add_trace(graph_objects().Scatter(x=x, y=y, mode="markers", name=f"{label}, {who}", marker=marker))
+            fig.add_scatter(x=x, y=y, mode="markers", name=f"{label}, {who}", marker=marker)
     fig.add_hline(y=1, line={"color": "grey", "width": 1})
     fig.update_yaxes(type="log")
     return fig
@@ -232,7 +223,7 @@ def claims(raw: Raw) -> list[Claim]:
         ("ecmp", "norm", "its own network without patching (a control of ours)"),
     ):
         both = [name for name in NAMES if name in raw and {method, other} <= set(raw[name]["methods"])]
-        sides = {name: compared(raw[name], method, other) for name in both}
+        sides = {name: compared(*(raw[name]["methods"][each]["rmse"] for each in (method, other)))[0] for name in both}
         better, worse = ([NAMES[name] for name, side in sides.items() if side == way] for way in (-1, 1))
         found.append(
             Claim(
@@ -249,14 +240,3 @@ def patched_is_best(result: Mapping[str, Any], what: str, best: Callable[..., fl
     """Return whether no other method beats both EMP and ECMP, at the paper's two decimals."""
     rounded = {method: round(mean, 2) for method, mean in means(result, what).items() if method in METHODS}
     return best(rounded["ecmp"], rounded["emp"]) == best(rounded.values())
-
-
-def compared(result: Mapping[str, Any], method: str, other: str) -> int:
-    """Compare a method's error with another's: -1 if lower, 1 if higher, 0 if the mean difference on the same splits
-    is within two standard errors."""
-    errors = (result["methods"][each]["rmse"] for each in (method, other))
-    differences = [a - b for a, b in zip(*errors, strict=True)]
-    mean = statistics.fmean(differences)
-    if len(differences) < 2 or abs(mean) <= 2 * standard_error(differences):
-        return 0
-    return -1 if mean < 0 else 1

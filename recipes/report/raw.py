@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["MISSING", "Claim", "Raw", "Section", "line_figure", "mean_of", "number", "percent", "spread", "table"]
-
 MISSING = "–"
 """Table cell without a number: not in the paper, or not measured."""
 
@@ -115,9 +113,32 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def line_figure(title: str, x: str, y: str, at: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
     """Plot curves by name over the positions `at`; `x` and `y` are the titles of the axes."""
-    from multitudes.landscape.figures import DASHES, figure, graph_objects
+    from multitudes.landscape.figures import DASHES, figure
 
     fig = figure(title, x, y)
     for (name, values), dash in zip(curves.items(), DASHES, strict=False):
-        fig.add_trace(graph_objects().Scatter(x=list(at), y=list(values), name=name, line={"dash": dash}))
+        fig.add_scatter(x=list(at), y=list(values), name=name, line={"dash": dash})
     return fig
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; 0 for a single value.
+
+    >>> standard_error([1.0, 3.0])
+    1.0
+    """
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def compared(ours: Sequence[float], others: Sequence[float]) -> tuple[int, float]:
+    """Compare errors on the same splits: -1 if ours are lower, 1 if higher, 0 within two standard errors.
+
+    Also return the difference relative to the mean of the others.
+
+    >>> compared([1.0, 1.1, 0.9], [2.0, 2.1, 1.9])
+    (-1, -0.5)
+    """
+    differences = [a - b for a, b in zip(ours, others, strict=True)]
+    mean, doubt = statistics.fmean(differences), 2 * standard_error(differences)
+    way = 0 if len(differences) < 2 or abs(mean) <= doubt else (-1 if mean < 0 else 1)
+    return way, mean / abs(statistics.fmean(others))

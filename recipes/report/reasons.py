@@ -10,71 +10,68 @@ from collections.abc import Mapping, Sequence
 
 from recipes.report.raw import Claim
 
-__all__ = ["REASONS", "reasons_for"]
-
 REASONS: Mapping[str, Mapping[str, str]] = {
     "smoothing": {
         "with 2 draws": (
-            "the paper shows it for ResNet-18 on CIFAR-100. For CIFAR-10 it tells of 50 draws alone, where smoothing "
-            "gains 0.013 (ResNet-18) and 0.041 (VGG-19): here 2 draws cost more than that against 50."
+            "the paper shows this for ResNet-18 on CIFAR-100. For CIFAR-10 it reports 50 draws, where smoothing gains "
+            "0.013 (ResNet-18) and 0.041 (VGG-19). Here, using 2 draws instead of 50 loses more than that."
         ),
         "with a handful of draws": (
-            "VGG-16 with MC dropout is far from the end of its training after a fifth of the paper's epochs, as its "
-            "training loss says, and what smoothing gains there is a small part of the paper's 0.041."
+            "VGG-16 with MC dropout is still underfitted after a fifth of the epochs of the paper (see its training "
+            "loss), and smoothing gains only a small part of the 0.041 of the paper."
         ),
         "smoothing lowers the ECE": (
-            "where it does not fall, it rises by no more than two or three times what seeds change (the deviation "
-            "stands in the first table below), and there is one training of each. In the paper, too, it rises for the "
-            "plain VGG-19, from 3.80 to 5.49 %."
+            "where it rises, the difference is at most two to three standard deviations over seeds (first table "
+            "below), and each network is trained once. In the paper it also rises for the plain VGG-19, from 3.80 to "
+            "5.49 %."
         ),
         "attacks succeed less often": (
-            "the paper attacks ResNet-50 on ImageNet, where there are more sizes at which to smooth, and does not say "
-            "by which radius. Not found out."
+            "the paper attacks ResNet-50 on ImageNet, where there are more resolutions to smooth, and does not "
+            "report the radius. The cause is unknown."
         ),
     },
     "patching_uci": {
         "has the lowest RMSE": (
-            "the paper's dropout and ensembles are worse than ours by up to an order of magnitude (Yacht), so that "
-            "there is less to be ahead of; large sets are trained for far fewer epochs, and patched networks alone "
+            "dropout and ensembles of the paper are worse than ours by up to an order of magnitude (Yacht), so its "
+            "baselines are easier to beat. Large sets are trained for far fewer epochs here, and only patched networks "
             "have running statistics, which are noisy (see below)."
         ),
         "has the highest log density": (
-            "as for the RMSE; and near the ceiling that the paper's precision sets, sets hardly tell methods apart."
+            "see the RMSE; near the upper limit that the precision of the paper sets, methods hardly differ."
         ),
         "without patching": (
-            "the paper does not compare them. Most of what it credits to patching is batch norm's own; for these small "
-            "networks, noise in its scales costs more accuracy than it brings."
+            "the paper does not compare them. Most of the gain that it attributes to patching comes from batch norm; "
+            "for these small networks, noise in the scales of batch norm lowers the accuracy."
         ),
     },
     "variance_attacks": {
         "higher after the attack": (
-            "entropy rises and falls in the course of an attack, and falls through its first value at a different step "
-            "for each network; after some other number of steps the signs are others. The paper's 550 epochs and five "
-            "members differ too."
+            "entropy rises and falls during an attack, and returns to its initial value at a different step for each "
+            "network, so the sign depends on the number of steps. The paper also uses 550 epochs and five members."
         ),
     },
     "ensembles_landscape": {
         "On SVHN": (
-            "random draws must go several times as far as the paper says for the divergence that it reports (the last "
-            "table of the section). Why was not found out."
+            "random draws reach the divergence of the paper only at several times its distance (last table of the "
+            "section). The cause is unknown."
         ),
     },
     "camvid": {
         "spatial smoothing lowers the NLL": (
-            "the blur by two points shifts what U-Net's decoder joins. With three points, which shift nothing, the "
-            "loss is gone, but no gain is left either; networks that smooth have learned less in the same time. The "
-            "authors' own decoder adds maps where U-Net joins them; that was not tried."
+            "a two-point blur shifts the maps that the decoder of U-Net concatenates. A three-point blur, which does "
+            "not shift maps, neither loses nor gains; networks with smoothing have a higher training loss. The decoder "
+            "of the authors adds maps instead of concatenating them; that was not tested."
         ),
         "temporal smoothing lowers the NLL": (
-            "as in the paper, many draws of MC dropout without smoothing stand beside one with it; one draw gains by "
-            "it here too. And these frames are a second apart, not a thirtieth of it."
+            "as in the paper, many draws of MC dropout without smoothing are compared with one draw with it; one draw "
+            "gains here too. These frames are a second apart, not a thirtieth of a second."
         ),
-        "with both": "what spatial smoothing loses is not made up for.",
+        "with both": "temporal smoothing does not compensate the loss by spatial smoothing.",
     },
     "tables": {
         "log probability on every table of classes": (
-            "two classes that one linear function of the columns tells apart almost everywhere, and few rows: logistic "
-            "regression is the right model for breast cancer, and boosting and forests fall behind it as well."
+            "breast cancer has few rows and two classes that are almost linearly separable: logistic regression is the "
+            "right model, and boosting and forests are behind it as well."
         ),
     },
 }

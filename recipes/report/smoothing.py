@@ -13,8 +13,6 @@ from recipes.report.smoothing_networks import METHODS, measured
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["section"]
-
 PAPER_SCORES = {
     "resnet18": {
         "single": (0.182, 95.2, 2.75),
@@ -48,15 +46,15 @@ INTRODUCTION = """\
 N. Park, S. Kim: *Blurs Behave Like Ensembles: Spatial Smoothings to Improve Accuracy, Uncertainty, and Robustness*,
 2022. A box blur of bounded feature maps (`mt.smooth`, tau = 10, maps that grow by a pixel as in the authors' code)
 before each down-sampling, in plain networks and in networks with MC dropout (rate 0.3, in ResNet-18 before the last
-convolution of each block, in VGG-16 after each ReLU). Most of the paper's figures are of CIFAR-100, and have no numbers
-in the text; its tables for CIFAR-10 stand beside ours."""
+convolution of each block, in VGG-16 after each ReLU). Most figures of the paper are for CIFAR-100, without
+numbers in the text; its tables for CIFAR-10 are shown with ours."""
 
 
 # -- the studies -------------------------------------------------------------------------------------------
 
 
 SETTINGS = """\
-What is not as in the paper: {epochs} epochs (the paper: 200) of 49,000 images (50,000) in batches of {batch_size}
+Differences from the paper: {epochs} epochs (the paper: 200) of 49,000 images (50,000) in batches of {batch_size}
 (128), at a rate of {lr:g} (0.1) that falls along a schedule of the kind {schedule} (in steps), in {precision}; {seeds}
 of each kind (3). MC dropout makes {draws} draws (50), and the ECE has {bins} bins (10 in the authors' code)."""
 
@@ -87,8 +85,8 @@ def _scores(network: str, found: Found) -> str:
     header = ["", "NLL", "accuracy %", "ECE %", "training loss", "paper: NLL", "accuracy %", "ECE %"]
     note = " The paper's numbers are those of VGG-19." if network == "vgg16" else ""
     return (
-        f"### {NETWORKS[network]} (Table E.1)\n\n{table(header, rows)}\n\nThe training loss is the last epoch's, of "
-        f"augmented images and with dropout on: where it is far from 0, there was more to learn.{note}"
+        f"### {NETWORKS[network]} (Table E.1)\n\n{table(header, rows)}\n\nThe training loss is that of the last "
+        f"epoch, on augmented images with dropout. If it is far from 0, the network is underfitted.{note}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Claims of Park & Kim (2022) about spatial smoothing, and whether the numbers of our networks support them."""
+"""Claims of Park and Kim (2022) about spatial smoothing, checked with the numbers of our networks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 from recipes.report.raw import Claim, Raw, mean_of, number, percent
 from recipes.report.smoothing_networks import HEADS, METHODS
-
-__all__ = ["NETWORKS", "Found", "Seeds", "by_severity", "by_size", "claims", "found_in", "score", "smallest"]
 
 NETWORKS = {"resnet18": "ResNet-18", "vgg16": "VGG-16"}
 PAIRS = (("single", "smooth"), ("mc_dropout", "smooth_dropout"))
@@ -73,15 +71,15 @@ def claims(studies: Mapping[str, Found], raw: Raw) -> list[Claim]:
 def _few_draws(network: str, found: Found) -> list[Claim]:
     plain, smoothed = (by_size(found[method], "nll") for method in ("mc_dropout", "smooth_dropout"))
     most = max(plain, default=50)
-    two = f"{network}: MC dropout with smoothing has with 2 draws an NLL at or below that of {most} draws without it"
-    few = f"{network}: MC dropout with smoothing has it with a handful of draws, at most {HANDFUL}"
+    two = f"{network}: MC dropout with smoothing reaches with 2 draws the NLL of {most} draws without smoothing"
+    few = f"{network}: MC dropout with smoothing reaches this NLL with a handful of draws, at most {HANDFUL}"
     if not plain or not smoothed:
         return [Claim(two, None), Claim(few, None)]
     goal, at_two, fewest = plain[most], smoothed.get(2), smallest(smoothed, plain[most])
-    told = f"{number(goal, 4)} with {most} draws and no smoothing"
+    summary = f"{number(goal, 4)} with {most} draws and no smoothing"
     return [
-        Claim(two, None if at_two is None else at_two <= goal, f"{number(at_two, 4)}, and {told}"),
-        Claim(few, fewest is not None and fewest <= HANDFUL, f"the fewest that do: {fewest or 'none'}; {told}"),
+        Claim(two, None if at_two is None else at_two <= goal, f"{number(at_two, 4)}, and {summary}"),
+        Claim(few, fewest is not None and fewest <= HANDFUL, f"fewest draws: {fewest or 'none'}; {summary}"),
     ]
 
 
@@ -109,22 +107,22 @@ def _firmer(network: str, found: Found) -> Claim:
     return _lower(f"{network}: smoothing lowers the NLL on corrupted images, with MC dropout and without", means)
 
 
-def _lower(text: str, values: Mapping[str, float | None], told: Callable[[float], str] = number) -> Claim:
+def _lower(text: str, values: Mapping[str, float | None], summary: Callable[[float], str] = number) -> Claim:
     """Check that smoothing lowers both values."""
     known = {method: value for method, value in values.items() if value is not None}
     if len(known) < len(METHODS):
         return Claim(text, None)
     holds = all(known[smoothed] < known[plain] for plain, smoothed in PAIRS)
-    return Claim(text, holds, ", ".join(f"{METHODS[method]} {told(known[method])}" for method in METHODS))
+    return Claim(text, holds, ", ".join(f"{METHODS[method]} {summary(known[method])}" for method in METHODS))
 
 
 def _steadier(result: Mapping[str, Any] | None) -> Claim:
-    text = "ResNet-18: smoothing makes answers more consistent while images move, with MC dropout and without"
+    text = "ResNet-18: smoothing makes predictions more consistent while images move, with MC dropout and without"
     values = {method: (result or {}).get(method, {}).get("consistency") for method in METHODS}
     if any(value is None for value in values.values()):
         return Claim(text, None)
-    told = ", ".join(f"{METHODS[method]} {_share(value)}" for method, value in values.items())
-    return Claim(text, all(values[smoothed] > values[plain] for plain, smoothed in PAIRS), told)
+    summary = ", ".join(f"{METHODS[method]} {_share(value)}" for method, value in values.items())
+    return Claim(text, all(values[smoothed] > values[plain] for plain, smoothed in PAIRS), summary)
 
 
 def _safer(result: Mapping[str, Any] | None) -> Claim:
@@ -142,5 +140,5 @@ def _flatter(result: Mapping[str, Any] | None) -> Claim:
     medians = {head: statistics.median(own["largest"]) for head, own in (result or {}).items()}
     if set(medians) != set(HEADS):
         return Claim(text, None)
-    told = ", ".join(f"{HEADS[head]} {number(medians[head], 2)}" for head in HEADS)
-    return Claim(text, medians["mlp"] > medians["gap"] > medians["smooth"], told)
+    summary = ", ".join(f"{HEADS[head]} {number(medians[head], 2)}" for head in HEADS)
+    return Claim(text, medians["mlp"] > medians["gap"] > medians["smooth"], summary)

@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from multitudes.landscape.figures import COLOURS, DASHES, SCALE, figure, graph_objects, styled
+from multitudes.landscape.figures import COLOURS, DASHES, SCALE, figure, styled
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-__all__ = ["by_severity", "by_size", "logarithms", "planes", "spectra"]
 
 Curves = Mapping[str, Mapping[str, Mapping[str, Mapping[int, float]]]]
 """Scores by name, `{size or severity: value}`, for each network and method."""
@@ -34,7 +32,7 @@ def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Fi
     """Plot one row per network and one column per score."""
     fig = _subplots(len(curves), len(SCORES), [f"{net}: {name}" for net in curves for name in SCORES.values()])
     methods = list(dict.fromkeys(method for each in curves.values() for method in each))
-    told = set()
+    in_legend = set()
     for row, each in enumerate(curves.values(), 1):
         for method, scores in each.items():
             number = methods.index(method)
@@ -47,12 +45,11 @@ def _panels(curves: Curves, varies: Callable[[Mapping[int, float]], bool]) -> Fi
                     x, y = list(points), list(points.values())
                 else:
                     x, y = _extent(each, name), [next(iter(points.values()))] * 2
-                trace = graph_objects().Scatter(
-                    x=x, y=y, name=method, legendgroup=method, showlegend=method not in told, line=line,
-                    mode="lines+markers" if varies(points) else "lines",
+                fig.add_scatter(
+                    x=x, y=y, name=method, legendgroup=method, showlegend=method not in in_legend, line=line,
+                    mode="lines+markers" if varies(points) else "lines", row=row, col=column,
                 )  # fmt: skip
-                fig.add_trace(trace, row=row, col=column)
-                told.add(method)
+                in_legend.add(method)
     return styled(fig, "").update_layout(width=1000, height=80 + 300 * len(curves))
 
 
@@ -67,7 +64,7 @@ def spectra(largest: Mapping[str, Sequence[float]]) -> Figure:
     fig = figure("Largest Hessian eigenvalues of training batches", "", "eigenvalue")
     for (name, values), colour in zip(largest.items(), COLOURS, strict=False):
         shown = {"boxpoints": "all", "jitter": 0.4, "pointpos": 0, "marker_color": colour, "showlegend": False}
-        fig.add_trace(graph_objects().Box(y=list(values), name=name, **shown))
+        fig.add_box(y=list(values), name=name, **shown)
     return fig
 
 
@@ -77,12 +74,11 @@ def planes(found: Mapping[str, Mapping[str, Any]]) -> Figure:
     logs = {name: logarithms(own["loss"]) for name, own in found.items()}
     every = [value for lines in logs.values() for line in lines for value in line if value is not None]
     for column, (name, own) in enumerate(found.items(), 1):
-        trace = graph_objects().Contour(
+        fig.add_contour(
             x=own["axis"], y=own["axis"], z=list(zip(*logs[name], strict=True)), zmin=min(every), zmax=max(every),
             colorscale=SCALE, reversescale=True, showscale=column == 1, colorbar={"title": "log10 NLL"},
-            contours={"showlines": False}, ncontours=40,
+            contours={"showlines": False}, ncontours=40, row=1, col=column,
         )  # fmt: skip
-        fig.add_trace(trace, row=1, col=column)
     return styled(fig, "").update_layout(width=360 * len(found), height=380)
 
 

@@ -12,8 +12,6 @@ from recipes.report.raw import MISSING, Raw, mean_of, number, percent, table
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["HEADS", "METHODS", "measured", "roughness"]
-
 METHODS = {
     "single": "single network",
     "smooth": "single network + Smooth",
@@ -64,9 +62,9 @@ def measured(raw: Raw, made: dict[str, Figure]) -> list[str]:
 CONSISTENCY = """\
 ### Consistency (Table E.3)
 
-ResNet-18 on {images} test images that move {steps} times by a pixel, each in a direction of its own, mirrored at the
-border. The paper has the longer sequences of CIFAR-10-P, which were not to be had. CEC is the cross-entropy between
-the answers to neighbouring frames, the sum over classes of eq. 38, and grows with doubt."""
+ResNet-18 on {images} test images that move {steps} times by a pixel, each in a random direction, mirrored at
+the border. The paper uses the longer sequences of CIFAR-10-P, which are not available. CEC is the cross-entropy between
+the predictions for neighbouring frames, the sum over classes of eq. 38, and increases with uncertainty."""
 
 
 def _consistency(result: Mapping[str, Any]) -> str:
@@ -86,9 +84,9 @@ ATTACKS = """\
 ### Attacks (Table E.2)
 
 Accuracy / attack success rate, in percent, of ResNet-18 on {images} test images, by the radius of the attack. Its
-gradient is that of the mean over {gradient_draws} draws, anew in each of the {pgd_steps} steps of PGD; the answers are
-means over {draws} draws that it has not seen. The paper attacks ResNet-50 on ImageNet, and does not say with which
-radius or over how many draws."""
+gradient is that of the mean over {gradient_draws} draws, with new draws in each of the {pgd_steps} steps of PGD. The
+predictions are means over {draws} other draws. The paper attacks ResNet-50 on ImageNet, and reports neither the radius
+nor the number of draws."""
 
 
 def _attacks(result: Mapping[str, Any]) -> str:
@@ -114,9 +112,9 @@ TRAINED = """\
 ### Classifier heads (Table 1, Table C.1)
 
 ResNet-18 with MC dropout and three heads: an MLP behind the last feature maps, global average pooling (GAP), and GAP in
-a network with smoothing. Each learned alike for {epochs} epochs, and is scored with {draws} draws on {seen} training
-images, not augmented, and {images} test images. The MLP's hidden layers have fewer units than the 4096 of VGG, so that
-Hessian and landscape can be had. The paper's numbers are of CIFAR-100 after 200 epochs."""
+a network with smoothing. All have the same training of {epochs} epochs, and are scored with {draws} draws on {seen}
+training images, not augmented, and {images} test images. The hidden layers of the MLP have fewer units than the 4096 of
+VGG, to make the Hessian and the landscape affordable. The paper's numbers are for CIFAR-100 after 200 epochs."""
 
 
 def _heads(heads: Mapping[str, Any]) -> str:
@@ -138,9 +136,9 @@ HESSIAN = """\
 ### Hessian max eigenvalue spectra (Fig. 8)
 
 The largest eigenvalue of the Hessian of the loss, with weight decay and one draw, on each of some augmented training
-batches of {batch_size}, by at most {iterations} steps of power iteration (Algorithm 1). An exact eigenvalue is no
-further away than the residual. Eigenvalues depend on how far a training has got, and the heads above have not all got
-equally far: their training NLL says how far."""
+batches of {batch_size}, by at most {iterations} steps of power iteration (Algorithm 1). The residual
+bounds the distance to an exact eigenvalue. Eigenvalues depend on the progress of the training, which differs between
+the heads: see their training NLL."""
 
 
 def _hessian(result: Mapping[str, Any], made: dict[str, Figure]) -> str:
@@ -148,8 +146,8 @@ def _hessian(result: Mapping[str, Any], made: dict[str, Figure]) -> str:
     for head, own in result.items():
         values, residuals = own["largest"], own["residuals"]
         rough = max((r / abs(value) for r, value in zip(residuals, values, strict=True) if value), default=None)
-        told = [number(pick(values), 2) for pick in (statistics.median, min, max)]
-        rows.append([HEADS[head], str(len(values)), *told, percent(rough, 0)])
+        summary = [number(pick(values), 2) for pick in (statistics.median, min, max)]
+        rows.append([HEADS[head], str(len(values)), *summary, percent(rough, 0)])
     made["hessian"] = figures.spectra({HEADS[head]: own["largest"] for head, own in result.items()})
     header = ["", "batches", "median", "least", "largest", "worst residual, % of its eigenvalue"]
     shown = "![The largest Hessian eigenvalues, by head](smoothing/hessian.svg)"

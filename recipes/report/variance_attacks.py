@@ -69,7 +69,7 @@ def _done(raw: Raw) -> str:
         "Neklyudov et al. 2018, section 6.3: the VGG-like network of Zagoruyko, and targeted iterative fast-sign "
         "attacks, whose every step moves each pixel by 0.5 of 255 towards a class that was drawn at random; the images "
         "stay in [0, 1], and there is no other limit. A network that draws is attacked through the mean of ten draws, "
-        "anew at each step; ensembles of networks that draw have ten draws in all, as nearly as they can be shared. As "
+        "with new draws at each step; ensembles of networks that draw share ten draws, as evenly as possible. As "
         "in the authors' code, the variance layers are the last three convolutions and the first dense layer, and the "
         "dropout before them stays on.\n\n"
         "**Scaled down.** The paper trains 550 epochs in batches of 100 with Adam at 1e-3 falling linearly to 0, and "

@@ -264,16 +264,15 @@ def transition(result: dict[str, Any]) -> Figure:
 
 def kappas(result: dict[str, Any]) -> Figure:
     """Plot Figure 3: log10 |kappa| of the weights at the start, when the expectations begin to fail, and at the end."""
-    from multitudes.landscape.figures import figure, graph_objects
+    from multitudes.landscape.figures import figure
 
-    go = graph_objects()
     fig = figure("Curvature of the weights", "log10 |kappa|", "weights")
     first, last, bins = result["bins"]
     width = (last - first) / bins
     centres = [first + (index + 0.5) * width for index in range(bins)]
     for look in _moments(result["curve"]):
         name = f"epoch {look['epoch']}, deterministic {percent(look['deterministic'], 0)} %"
-        fig.add_trace(go.Bar(x=centres, y=look["kappa"], name=name, opacity=0.6))
+        fig.add_bar(x=centres, y=look["kappa"], name=name, opacity=0.6)
     fig.add_vline(x=THRESHOLD, line_dash="dash", annotation_text="kappa_0")
     fig.update_layout(barmode="overlay", bargap=0)
     return fig

@@ -33,21 +33,21 @@ def section(raw: Raw) -> Section:
     """Write scores and costs of all methods, and the verdicts."""
     found = {method: scores for method in METHODS if (scores := scores_of(raw, method))}
     about = {name: MISSING for name in ("depth", "images", "epochs", "batch")} | (raw["deep"] or {})
-    text = f"""Not of a paper: the methods on a transformer that is trained from scratch. The network is a ViT-S/4 of
+    text = f"""Methods on a transformer trained from scratch; this is not from a paper. The network is a ViT-S/4 of
 {about["depth"]} blocks (width 384, six heads, patches of 4 x 4), trained on {about["images"]} images of CIFAR-10 for
 {about["epochs"]} epochs in batches of {about["batch"]} by AdamW, with random crops and flips, in mixed precision. SVHN
-is what is foreign. The members of the deep ensemble are the single networks: mean and deviation are over these four.
-Laplace approximations are made of them by one pass over the training images, their priors chosen by the thousand images
-that were held back, with 32 draws. The others are one run each.
+is out-of-distribution. The members of the deep ensemble are the single networks: mean and deviation are over these
+four. Laplace approximations use them, with one pass over the training images, priors chosen on a thousand held-out
+images, and 32 draws. Other methods have one run each.
 
 {quality(found)}
 
-Forty epochs are few for a transformer on so few images. The narrow members of the Packed-Ensemble get further in them
-than the wide networks do at the same rate: that it is ahead of the deep ensemble is true of this training, and need not
-be of a longer one. Laplace changes little here, since networks that were stopped early are hardly overconfident.
+Forty epochs are few for a transformer on so few images. The narrow members of the Packed-Ensemble learn faster than the
+wide networks at the same rate, so its lead over the deep ensemble may not hold for longer training. Laplace changes
+little, because networks that are trained briefly are hardly overconfident.
 
-What it costs, as multiples of the single network, not compiled, in one process in turns, {_batch(raw)} images at once;
-training in bfloat16, inference in float32:
+Costs are multiples of the single network, not compiled, measured alternately in one process with batches of
+{_batch(raw)}; training in bfloat16, inference in float32:
 
 {prices(raw)}
 """
@@ -97,7 +97,7 @@ def claims(found: dict[str, Scores]) -> list[Claim]:
     """Check the general claims of the methods."""
     mean = {method: {name: statistics.fmean(values) for name, values in own.items()} for method, own in found.items()}
 
-    def told(name: str, say: Any, *methods: str) -> str:
+    def summary(name: str, say: Any, *methods: str) -> str:
         return ", ".join(f"{METHODS[method]} {say(mean[method][name])}" for method in methods)
 
     wanted = {
@@ -116,6 +116,6 @@ def claims(found: dict[str, Scores]) -> list[Claim]:
         a, b = mean[one], mean[other]
         right = a["accuracy"] > b["accuracy"] if one != "laplace" else a["accuracy"] > b["accuracy"] - 0.002
         holds = right and a["nll"] < b["nll"] and (one != "deep" or a["ece"] < b["ece"])
-        numbers = f"accuracy %: {told('accuracy', percent, one, other)}; NLL: {told('nll', number, one, other)}"
+        numbers = f"accuracy %: {summary('accuracy', percent, one, other)}; NLL: {summary('nll', number, one, other)}"
         results.append(Claim(text, holds, numbers))
     return results

@@ -1,6 +1,8 @@
-"""Feature maps by depth: the smoothing paper's findings in miniature, and covariances in closed form."""
+"""Uncertainty, covariance and spectra of feature maps, against NumPy and closed forms."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.landscape.feature_maps import feature_maps, feature_uncertainty, neighbour_covariance
+from multitudes.landscape.fourier import feature_spectrum
+from multitudes.methods.smoothing import Smooth
 from multitudes.networks.seeds import mixed
 
 
@@ -43,15 +47,7 @@ def test_data_uncertainty_falls_across_smoothing_without_any_draw() -> None:
     assert found.data[1] < 0.7 * found.data[0]
 
 
-def test_the_more_dropout_the_more_model_uncertainty() -> None:
-    low, high = (
-        feature_uncertainty(mt.mc_dropout(convolutional(), p), images(), layers=["6"], draws=20).model.item()
-        for p in (0.1, 0.5)
-    )
-    assert low < 0.7 * high
-
-
-def test_uncertainties_are_the_deviations_that_numpy_finds() -> None:
+def test_uncertainties_equal_the_deviations_of_numpy() -> None:
     net, x = mt.mc_dropout(convolutional()), images(5)
     found = feature_uncertainty(net, [x], layers=["3", "7", "12"], draws=6, seed=2)
     assert found.names == ("3", "7", "12")
@@ -66,13 +62,13 @@ def test_uncertainties_are_the_deviations_that_numpy_finds() -> None:
             assert found.data[index].isnan()
 
 
-def test_batches_of_different_size_weigh_by_their_rows() -> None:
+def test_batches_are_weighted_by_their_rows() -> None:
     network, x = convolutional(), images(10)
     whole = feature_uncertainty(network, [x]).data[:10]
     torch.testing.assert_close(feature_uncertainty(network, list(x.split([2, 5, 3]))).data[:10], whole)
 
 
-def test_maps_are_what_the_layers_give_under_the_names_they_have() -> None:
+def test_maps_are_the_outputs_of_layers_by_name() -> None:
     network, x = convolutional().eval(), images()
     [seen] = feature_maps(network, x)
     want = x
@@ -82,7 +78,7 @@ def test_maps_are_what_the_layers_give_under_the_names_they_have() -> None:
         torch.testing.assert_close(seen[name], want)
 
 
-def test_a_layer_that_runs_twice_is_seen_twice() -> None:
+def test_a_layer_that_runs_twice_has_two_maps() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -106,7 +102,7 @@ def test_executions_are_the_draws_of_every_member_and_repeat_with_a_seed() -> No
     assert len({round(run["12"].sum().item(), 6) for run in runs}) == 6
 
 
-def test_weights_that_are_drawn_make_features_uncertain_from_the_first_layer_on() -> None:
+def test_drawn_weights_make_all_features_uncertain() -> None:
     network, x = convolutional(), images(4)
     states = [
         {key: value + 0.1 * torch.randn(value.shape) if value.is_floating_point() else value for key, value in own}
@@ -118,7 +114,7 @@ def test_weights_that_are_drawn_make_features_uncertain_from_the_first_layer_on(
     assert (found.model > 0).all()
 
 
-def test_converted_layers_are_layers() -> None:
+def test_a_converted_layer_counts_as_one_layer() -> None:
     """A patched layer holds its mixing, but nothing inside it runs."""
     net = mt.patched(convolutional(), layers="norm+output", example=images())
     found = feature_uncertainty(net, images(), draws=4)
@@ -134,7 +130,7 @@ def test_tokens_become_maps() -> None:
     torch.testing.assert_close(found.data[0], want.detach())
 
 
-def test_the_covariance_of_neighbours_is_the_kernels_autocorrelation() -> None:
+def test_covariance_of_neighbours_is_the_autocorrelation_of_the_kernel() -> None:
     """Eq. (12), in two dimensions."""
     conv = nn.Conv2d(1, 1, 3, bias=False)
     torch.manual_seed(0)
@@ -156,19 +152,6 @@ def test_the_covariance_of_neighbours_is_the_kernels_autocorrelation() -> None:
     np.testing.assert_allclose(found.correlation[0].numpy(), want / variance, atol=0.03)
 
 
-def test_deep_networks_relate_points_that_one_convolution_does_not() -> None:
-    """Fig. D.1: a convolution of 3 x 3 reaches two points far, five of them ten."""
-    torch.manual_seed(0)
-    x = torch.randn(4000, 1, 15, 15)
-    one = nn.Conv2d(1, 16, 3, padding=1)
-    layers: list[nn.Module] = [one]
-    for _ in range(4):
-        layers += [nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
-    shallow, deep = (neighbour_covariance(net, x).correlation.abs().mean(0) for net in (one, nn.Sequential(*layers)))
-    assert shallow[7, 10] < 0.03  # three points away: noise alone, about 1 / sqrt(4000)
-    assert deep[7, 10] > 0.06
-
-
 def test_networks_are_called_with_mappings() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -180,3 +163,70 @@ def test_networks_are_called_with_mappings() -> None:
 
     found = feature_uncertainty(Named(), [{"pixels": images(), "labels": torch.zeros(12)}])
     assert found.names == ("inner",) and found.data.item() > 0
+
+
+# -- spectra -----------------------------------------------------------------------------------------------
+
+
+def noise(count: int = 32, height: int = 16, width: int = 16) -> Tensor:
+    return torch.randn(count, 2, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def test_smoothing_removes_high_frequencies() -> None:
+    """Fig. 6b."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 3))
+    found = feature_spectrum(mt.smooth(network, example=noise()), noise(), layers=["1", "smooth"]).layers
+    before, after = found["1"], found["smooth"]
+    high = before.diagonal_frequencies > 0.3
+    assert (after.diagonal[high] < before.diagonal[high] - 0.2).all()
+    assert after.diagonal[-1] < before.diagonal[-1] - 2
+
+
+def test_dropout_adds_high_frequencies_to_smooth_maps() -> None:
+    """Fig. 6b: little at low frequencies, much at high ones."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), Smooth((1, 4, 6, 4, 1)), nn.Dropout(0.3), nn.Flatten())
+    found = feature_spectrum(mt.mc_dropout(network), noise(), layers=["1", "2"], draws=5).layers
+    change = found["2"].diagonal - found["1"].diagonal
+    assert change[0] == 0 and change[1] < 0.5
+    assert change[-1] > 2
+
+
+def test_amplitudes_equal_the_mean_logarithms_of_numpy() -> None:
+    x = noise()
+    own = feature_spectrum(nn.Identity(), [x[:10], x[10:]]).layers[""]
+    logs = np.log(np.abs(np.fft.fft2(x.numpy().astype(np.float64)))).mean((0, 1))
+    np.testing.assert_allclose(own.diagonal.numpy(), np.diagonal(logs)[:9] - logs[0, 0], atol=1e-4)
+    np.testing.assert_allclose(own.diagonal_frequencies.numpy(), np.arange(9) / 8, atol=1e-6)
+
+
+def test_white_noise_has_the_same_amplitude_at_all_frequencies() -> None:
+    own = feature_spectrum(nn.Identity(), noise(400)).layers[""]
+    # Real at the ends, complex between, the mean logarithms of whose sizes are (-gamma - log 2) / 2 and -gamma / 2.
+    assert own.diagonal[1:-1].numpy() == pytest.approx(math.log(2) / 2, abs=0.1)
+    assert own.diagonal[-1].item() == pytest.approx(0, abs=0.15)
+
+
+def test_a_blur_has_the_frequency_response_of_its_kernel() -> None:
+    """|1 + e^{i pi f}| / 2 = cos(pi f / 2) down and across, on maps without a border."""
+    ring = nn.Sequential(nn.Identity(), nn.Conv2d(1, 1, 2, padding="same", padding_mode="circular", bias=False))
+    nn.init.constant_(ring[1].weight, 0.25)
+    found = feature_spectrum(ring, noise()[:, :1]).layers
+    response = (found["1"].diagonal - found["0"].diagonal)[:-1]
+    torch.testing.assert_close(response, 2 * torch.cos(math.pi / 2 * torch.arange(8) / 8).log(), rtol=1e-3, atol=1e-3)
+
+
+def test_rectangular_maps_have_a_diagonal() -> None:
+    x = noise(4, 8, 24)
+    own = feature_spectrum(nn.Identity(), x).layers[""]
+    logs = np.log(np.abs(np.fft.fft2(x.numpy()))).mean((0, 1))
+    want = [logs[k, 3 * k] - logs[0, 0] for k in range(5)]
+    np.testing.assert_allclose(own.diagonal.numpy(), want, atol=1e-4)
+
+
+def test_layers_without_maps_are_skipped_or_converted() -> None:
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten())
+    assert list(feature_spectrum(network, noise()).layers) == ["0"]
+    maps = feature_spectrum(network, noise(), layers=["1"], maps=lambda t: t.unflatten(1, (3, 14, 14))).layers["1"]
+    torch.testing.assert_close(maps.diagonal, feature_spectrum(network, noise()).layers["0"].diagonal)

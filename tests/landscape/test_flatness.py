@@ -1,4 +1,4 @@
-"""Sharpness and the variance of the loss against closed forms and plain loops."""
+"""Sharpness and variance of the loss, against closed forms and plain loops."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_sharpness_of_a_linear_loss_is_its_slope() -> None:
     assert sharpness(network, data, rho=0.1, steps=2, criterion=identity).value == pytest.approx(0.5)
 
 
-def test_sharpness_beats_what_random_search_finds() -> None:
+def test_sharpness_exceeds_the_best_of_a_random_search() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
     data = torch.randn(20, 2), torch.randint(2, (20,))
@@ -68,12 +68,6 @@ def test_sharpness_beats_what_random_search_finds() -> None:
             best = max(best, F.cross_entropy(other(data[0]), data[1]).item() - base)
     assert found.value > best > 0
     assert found.loss == pytest.approx(base, rel=1e-5)
-
-
-def test_sharpness_grows_with_the_radius_and_is_never_negative() -> None:
-    net, data = drawing()
-    small, large = (sharpness(net, data, rho=rho).value for rho in (0.05, 0.5))
-    assert 0 <= small < large
 
 
 def test_expected_sharpness_of_a_quadratic_loss_is_its_trace_over_the_ball() -> None:
@@ -109,7 +103,7 @@ def test_the_variance_of_the_loss_falls_like_one_over_the_draws() -> None:
     assert (found.variances.diff() < 0).all()
 
 
-def test_the_variance_of_the_loss_is_that_over_separate_ensembles() -> None:
+def test_the_variance_of_the_loss_is_over_separate_ensembles() -> None:
     net, (x, y) = drawing()
     found = loss_variance(net, [(x, y)], sizes=(1, 5), draws=50, seed=3)
     probs = net.predict(x, draws=50, seed=mixed(3, 0)).member_probs.double().numpy()
@@ -119,12 +113,3 @@ def test_the_variance_of_the_loss_is_that_over_separate_ensembles() -> None:
             mean = probs[start : start + size].mean(0)
             losses.append(-np.log(mean[np.arange(60), y.numpy()]).mean())
         assert variance == pytest.approx(np.var(losses, ddof=1), rel=1e-5)
-
-
-def test_more_dropout_means_more_variance() -> None:
-    """Eq. (27): the variance of the loss is proportional to that of predictions."""
-    _, data = drawing()
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 3))
-    low, high = (loss_variance(mt.mc_dropout(network, p), data).constant for p in (0.1, 0.5))
-    assert low < high / 2

@@ -1,9 +1,9 @@
-"""Solutions, their similarity, and the map of functions."""
+"""Solutions, their similarity, the map of functions, and functions drawn from a prior."""
 
 from __future__ import annotations
 
 import copy
-import warnings
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
+from multitudes.landscape import function_prior
 from multitudes.landscape.function_space import function_map, similarity
 from multitudes.landscape.solutions import last_checkpoint, read_solutions, subspaces
 
@@ -21,7 +22,7 @@ def net(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def way(seed: int, length: int = 8) -> mt.Recorder:
+def walk(seed: int, length: int = 8) -> mt.Recorder:
     """A random walk in weight space."""
     model = net(seed)
     recorder = mt.Recorder(model, keep=length)
@@ -43,7 +44,7 @@ def labels(network: nn.Module) -> np.ndarray:
 # -- similarity --------------------------------------------------------------------------------------------
 
 
-def test_similarity_is_what_loops_over_weights_labels_and_probabilities_give() -> None:
+def test_similarity_equals_loops_over_weights_labels_and_probabilities() -> None:
     nets = [net(seed) for seed in range(4)]
     found = similarity(nets, X)
     for i, one in enumerate(nets):
@@ -58,7 +59,7 @@ def test_similarity_is_what_loops_over_weights_labels_and_probabilities_give() -
 
 
 def test_means_over_pairs_are_within_a_run_or_between_runs() -> None:
-    found = similarity({"a": way(0, 3), "b": way(1, 2)}, X)
+    found = similarity({"a": walk(0, 3), "b": walk(1, 2)}, X)
     d = found.disagreement
     assert found.runs == ("a", "a", "a", "b", "b")
     within = [d[0, 1], d[0, 2], d[1, 2], d[3, 4]]
@@ -66,13 +67,13 @@ def test_means_over_pairs_are_within_a_run_or_between_runs() -> None:
     assert found.mean(same_run=False) == pytest.approx(float(d[:3, 3:].mean()))
 
 
-def test_a_mean_can_be_of_one_kind_alone() -> None:
+def test_a_mean_can_be_restricted_to_one_kind() -> None:
     found = similarity({"a": {"first": [net(0), net(1)], "second": net(2)}}, X)
     assert found.mean("cosine", same_run=True, kind="first") == pytest.approx(float(found.cosine[0, 1]))
     assert np.isnan(found.mean(same_run=True, kind="second"))
 
 
-def test_networks_of_different_tensors_have_no_cosine_but_a_disagreement() -> None:
+def test_networks_with_different_tensors_have_a_disagreement_but_no_cosine() -> None:
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
     found = similarity([net(0), wide, net(1)], X)
@@ -80,11 +81,11 @@ def test_networks_of_different_tensors_have_no_cosine_but_a_disagreement() -> No
     assert found.disagreement[0, 1] == pytest.approx(np.mean(labels(net(0)) != labels(wide)))
 
 
-# -- what solutions may be ---------------------------------------------------------------------------------
+# -- kinds of solutions -----------------------------------------------------------------------------------
 
 
-def test_checkpoints_read_alike_from_a_recorder_from_state_dicts_and_from_networks() -> None:
-    recorder = way(0, 3)
+def test_checkpoints_are_read_from_a_recorder_state_dicts_or_networks() -> None:
+    recorder = walk(0, 3)
     networks = [copy.deepcopy(recorder.net) for _ in recorder]
     for network, state in zip(networks, recorder, strict=True):
         network.load_state_dict(state)
@@ -95,7 +96,7 @@ def test_checkpoints_read_alike_from_a_recorder_from_state_dicts_and_from_networ
         assert set(read.runs) == {"run"}
 
 
-def test_members_that_share_no_weight_are_runs_of_their_own_and_others_are_not() -> None:
+def test_members_are_separate_runs_unless_they_share_weights() -> None:
     ensemble = mt.deep_ensemble(net(), members=3)
     read = read_solutions({"e": ensemble}, X)
     assert read.runs == ("e, member 0", "e, member 1", "e, member 2") == read.labels
@@ -106,8 +107,8 @@ def test_members_that_share_no_weight_are_runs_of_their_own_and_others_are_not()
     torch.testing.assert_close(read.predictive.predictions, shared.predict(X).predictions)
 
 
-def test_draws_from_a_subspace_are_its_samples_with_weights_of_their_own() -> None:
-    recorder = way(0)
+def test_draws_from_a_subspace_are_its_samples() -> None:
+    recorder = walk(0)
     drawn = mt.subspace(recorder.net, "diagonal", recorder)
     found = read_solutions({"run": {"diagonal": drawn}}, X, draws=4, seed=7)
     samples = drawn.networks(4, seed=7)
@@ -147,7 +148,7 @@ def test_draws_of_layers_share_the_weights_of_their_network() -> None:
     assert found.mean(same_run=True) > 0
 
 
-def test_all_solutions_see_the_inputs_of_a_shuffling_loader_in_one_order() -> None:
+def test_a_shuffling_loader_gives_all_solutions_the_same_order() -> None:
     data = torch.utils.data.TensorDataset(X, torch.arange(len(X)) % 3)
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
     model = net()
@@ -157,14 +158,14 @@ def test_all_solutions_see_the_inputs_of_a_shuffling_loader_in_one_order() -> No
 
 
 def test_the_last_checkpoint_is_a_network_with_its_weights() -> None:
-    recorder = way(0)
+    recorder = walk(0)
     last = last_checkpoint(recorder)
     assert torch.equal(last.state_dict()["0.weight"], recorder[-1]["0.weight"])
     assert last is not recorder.net
 
 
-def test_options_of_subspaces_are_for_all_kinds_or_for_one() -> None:
-    recorder = way(0)
+def test_options_of_subspaces_apply_to_all_kinds_or_to_one() -> None:
+    recorder = walk(0)
     near = subspaces(recorder, kinds=["random", "dropout"], scale=1e-3, dropout={"p": 0.0})
     model = last_checkpoint(recorder)
     for drawn in near.values():
@@ -176,21 +177,21 @@ def test_options_of_subspaces_are_for_all_kinds_or_for_one() -> None:
 # -- the map -----------------------------------------------------------------------------------------------
 
 
-def test_on_the_map_each_solution_is_nearest_to_one_of_its_run() -> None:
+def test_on_the_map_solutions_are_nearest_to_their_own_run() -> None:
     pytest.importorskip("sklearn")
-    found = function_map({f"run {seed}": way(seed) for seed in range(3)}, X, seed=0)
+    found = function_map({f"run {seed}": walk(seed) for seed in range(3)}, X, seed=0)
     assert found.points.shape == (24, 2)
     distance = torch.cdist(found.points, found.points) + torch.diag(torch.full((24,), torch.inf))
     nearest = distance.argmin(1).tolist()
     assert [found.runs[index] for index in nearest] == list(found.runs)
-    again = function_map({f"run {seed}": way(seed) for seed in range(3)}, X, seed=0)
+    again = function_map({f"run {seed}": walk(seed) for seed in range(3)}, X, seed=0)
     assert torch.equal(found.points, again.points)
 
 
 def test_figures_show_every_solution() -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("sklearn")
-    read = read_solutions({"a": {"checkpoint": way(0, 3)}, "b": {"checkpoint": way(1, 3), "other": net(5)}}, X)
+    read = read_solutions({"a": {"checkpoint": walk(0, 3)}, "b": {"checkpoint": walk(1, 3), "other": net(5)}}, X)
     heats = similarity(read).plot().data
     assert [trace.type for trace in heats] == ["heatmap", "heatmap"]
     assert heats[1].y == read.labels
@@ -201,70 +202,42 @@ def test_figures_show_every_solution() -> None:
     assert traces[0].marker.symbol == traces[1].marker.symbol != traces[2].marker.symbol
 
 
-# -- the paper's findings on digits --------------------------------------------------------------------------
+# -- priors ------------------------------------------------------------------------------------------------
 
 
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """700 digits to train on, and 1097 to compare functions on."""
-    data = pytest.importorskip("sklearn.datasets").load_digits()
-    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(data.images, dtype=torch.float32)[order, None] / 16, torch.tensor(data.target)[order]
-    return x[:700], y[:700], x[700:], y[700:]
+def covariance(kind: str, x: Tensor, hidden: int, rate: float = 0.5) -> Tensor:
+    """`Cov(y(x), y(x'))` in closed form, `[G, G]`.
 
-
-def trained(seed: int, x: Tensor, y: Tensor) -> mt.Recorder:
-    """SmallCNN by the paper's recipe: Adam, 1.6e-3 halved every 10 of 40 epochs; the last 10 epochs recorded."""
-    torch.manual_seed(seed)
-    model = mt.models.small_cnn(channels=1, size=8)
-    optimizer = torch.optim.Adam(model.parameters(), 1.6e-3)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
-    recorder = mt.Recorder(model, keep=10)
-    for _ in range(40):
-        for rows in torch.randperm(len(x)).split(16):  # as many steps for 700 images as needed to fit them
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-        schedule.step()
-        recorder.step()
-    return recorder
-
-
-@pytest.mark.slow
-def test_independent_runs_differ_more_than_a_trajectory_and_than_every_subspace_of_it() -> None:
-    """Sections 4.1, 4.2 and 5, in miniature.
-
-    As in section 5, weights drawn from a subspace count where they keep about the accuracy of their run: there 0.65,
-    an error 1.2 times that of the network (0.71). Steps of length 1 in principal directions leave this small network
-    little of its accuracy (0.1 to 0.7), so that hardly any would count; of length 0.1, they do.
+    Signs of two normal variables of correlation r agree in the mean by `2 / pi arcsin r`. Without its w, with
+    probability p, a unit is the sign of b for both; and dropout keeps W with probability `1 - p`.
     """
-    x, y, x_test, y_test = digits()
-    solutions = {}
-    for seed in range(5):
-        recorder = trained(seed, x, y)
-        network = last_checkpoint(recorder).eval()
-        error = float((network(x_test).argmax(1) != y_test).float().mean())
-        drawn = subspaces(
-            recorder,
-            data=(x_test, y_test),
-            floor=1 - 1.2 * error,
-            tries=300,
-            dropout={"p": (0.0, 0.05)},
-            low_rank={"scale": 0.1},
-        )
-        solutions[f"run {seed}"] = {"solution": network, "trajectory": list(recorder)[1::2], **drawn}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # each draw found weights that are accurate enough
-        read = read_solutions(solutions, (x_test, y_test), model=network, draws=5, seed=0)
-    found = similarity(read)
+    size = 20 + 5 * x.square()
+    r = (20 + 5 * x[:, None] * x) / (size[:, None] * size).sqrt()
+    p = rate if kind == "dropout" else 0.0
+    return 20 + hidden * (1 - p) * 5 * (p + (1 - p) * 2 / math.pi * torch.arcsin(r.clamp(-1, 1)))
 
-    between = {matrix: found.mean(matrix, same_run=False, kind="solution") for matrix in ("disagreement", "divergence")}
-    together = float(read.chosen("solution", solutions).mutual_information.mean())
-    for kind in ("trajectory", "random", "dropout", "diagonal", "low_rank"):
-        for matrix, apart in between.items():
-            assert found.mean(matrix, same_run=True, kind=kind) < apart, (kind, matrix)
-        # The divergence of five solutions together (Fig. 9), mean over the runs that they are drawn around.
-        own = [float(read.chosen(kind, [run]).mutual_information.mean()) for run in solutions]
-        assert sum(own) / len(own) < together, kind
-    # Weights of different runs are nearly orthogonal, those of a trajectory nearly parallel (Fig. 2, 3).
-    assert found.mean("cosine", same_run=False, kind="solution") < 0.2
-    assert found.mean("cosine", same_run=True, kind="trajectory") > 0.95
+
+@pytest.mark.parametrize("kind", ["gaussian", "dropout", "patching"])
+def test_functions_of_a_prior_have_the_covariance_of_the_closed_form(kind: str) -> None:
+    x = torch.tensor([-3.0, 0.0, 0.5, 4.0])
+    found = function_prior(kind, 20_000, x, hidden=20).functions
+    want = covariance(kind, x, 20)
+    deviations = want.diagonal().sqrt()
+    # Four standard errors of the covariance of nearly normal variables.
+    error = ((want.square() + (deviations[:, None] * deviations).square()) / 20_000).sqrt()
+    assert ((found.T.cov() - want).abs() < 4 * error).all()
+    assert (found.mean(0).abs() < 4 * deviations / 20_000**0.5).all()
+
+
+def test_one_hidden_unit_gives_a_step_function() -> None:
+    """One function of one hidden unit: two values, with the step where the unit's sign changes."""
+    values = function_prior("gaussian", 1, torch.linspace(-50, 50, 1001), hidden=1, seed=3).functions[0]
+    assert len(values.unique()) == 2
+    assert (values.diff() != 0).sum() == 1
+
+
+def test_a_seed_chooses_the_functions() -> None:
+    one, same, other = (function_prior("dropout", seed=seed).functions for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    pytest.importorskip("plotly")
+    assert len(function_prior("dropout").plot().data) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.landscape.weight_space import fused_weights as fused
 from multitudes.landscape.weight_space import weight_scores as weights_module
-from multitudes.landscape.weight_space.directions import filter_normalised, random_direction
+from multitudes.landscape.weight_space.directions import Frame, filter_normalised, random_direction
 from multitudes.landscape.weight_space.planes import Plane, plane
 from multitudes.training.batch_norm import Batches, statistics
-from multitudes.training.recorder import flat_weights, unflattened
+from multitudes.training.recorder import flat_weights, unflattened, weights_of
 
 
 def cnn(seed: int) -> nn.Module:
@@ -33,7 +34,7 @@ def normed(seed: int) -> nn.Module:
 
 
 class ByName(nn.Module):
-    """A network that is called by keywords and answers with an object."""
+    """A network with keyword arguments and a mapping as output."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +45,7 @@ class ByName(nn.Module):
 
 
 class Flattened(nn.Module):
-    """A network that channels-last images do not fit: `view` asks for contiguous ones."""
+    """A network that fails on channels-last images: `view` requires contiguous tensors."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +82,7 @@ def by_hand(network: nn.Module, found: Plane, x: Tensor, y: Tensor, solutions: l
 
 
 def moved(seed: int) -> nn.Module:
-    """Networks of other weights and the same batch-norm statistics."""
+    """A network with other weights and the same batch-norm statistics."""
     network = normed(0)
     torch.manual_seed(seed)
     for parameter in network.parameters():
@@ -90,23 +91,21 @@ def moved(seed: int) -> nn.Module:
 
 
 def unnormed(seed: int) -> nn.Module:
-    """Batch norm that looks at the whole batch, also in evaluation."""
+    """Batch norm that uses batch statistics in evaluation."""
     layers = [nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, 4)]
     return nn.Sequential(*layers).eval()
 
 
-@pytest.mark.parametrize("through", [True, False], ids=["through", "along"])
 @pytest.mark.parametrize(
-    ("build", "data", "cached"),
+    ("build", "data", "cached", "through"),
     [
-        (cnn, images, None),
-        (cnn, lambda: images(700), None),
-        (lambda seed: Flattened(), lambda: images(900), None),
-        (unnormed, images, 1),  # else the data would be one part
-        (lambda seed: nn.Linear(5, 4), rows, None),
-        (moved, rows, None),
+        (cnn, lambda: images(700), None, True),
+        (lambda seed: Flattened(), lambda: images(900), None, False),
+        (unnormed, images, 1, True),  # else the data would be one part
+        (lambda seed: nn.Linear(5, 4), rows, None, False),
+        (moved, rows, None, True),
     ],
-    ids=["cnn", "several parts", "contiguous images", "batch norm of the batch", "linear", "batch norm"],
+    ids=["several parts", "contiguous images", "batch norm of the batch", "linear", "batch norm"],
 )
 def test_a_plane_equals_the_loop_over_its_points(build, data, cached, through, monkeypatch):
     torch.manual_seed(7)
@@ -128,7 +127,7 @@ def test_a_plane_equals_the_loop_over_its_points(build, data, cached, through, m
         assert found.loss[2, 2].item() == pytest.approx(found.scores.loss[0].item(), rel=1e-5)
 
 
-def test_at_the_given_points_the_loss_is_that_of_the_given_networks_to_the_last_bit():
+def test_solutions_have_exactly_the_scores_of_their_networks():
     networks, (x, y) = [cnn(seed) for seed in range(3)], images()
     found = plane(networks[0], (x, y), through=networks, points=3)
     for index, network in enumerate(networks):
@@ -138,7 +137,7 @@ def test_at_the_given_points_the_loss_is_that_of_the_given_networks_to_the_last_
         assert found.scores.agreement[index, index] == 1
 
 
-def test_given_points_lie_where_their_distances_say():
+def test_coordinates_of_solutions_have_their_distances():
     networks = [cnn(seed) for seed in range(3)]
     found = plane(networks[0], images(), through=[n.state_dict() for n in networks], points=4, margin=0.1)
     vectors = torch.stack([flat_weights(network).detach().double() for network in networks])
@@ -157,7 +156,7 @@ def test_a_line_between_two_networks_has_their_losses_at_its_ends():
     assert found.agreement[0, 0] == found.agreement[1, -1] == 1
 
 
-def test_a_line_along_the_way_to_another_network_reaches_it_at_1():
+def test_a_line_towards_another_network_reaches_it_at_1():
     a, b, data = cnn(0), cnn(1), images()
     found = plane(
         a, data, along=[(flat_weights(b) - flat_weights(a)).detach()], span=(0, 1), points=3, solutions={"b": b}
@@ -166,7 +165,7 @@ def test_a_line_along_the_way_to_another_network_reaches_it_at_1():
     assert found.loss[-1].item() == pytest.approx(F.cross_entropy(b(data[0]), data[1]).item(), rel=1e-5)
 
 
-def test_the_radial_cut_holds_the_origin_and_both_optima():
+def test_a_radial_plane_contains_the_origin_and_both_optima():
     a, b, data = cnn(0), cnn(1), images()
     with torch.no_grad():  # on the same side of the origin, so that it is the corner of the grid
         for own, other in zip(b.parameters(), a.parameters(), strict=True):
@@ -176,7 +175,7 @@ def test_the_radial_cut_holds_the_origin_and_both_optima():
     lengths = torch.stack([flat_weights(network).detach().double().norm() for network in (a, b)])
     torch.testing.assert_close(found.coordinates.norm(dim=1), lengths)
     assert found.axes[0][0] == found.axes[1][0] == 0
-    assert found.loss[0, 0].item() == pytest.approx(math.log(4), rel=1e-6)  # all weights 0: all classes alike
+    assert found.loss[0, 0].item() == pytest.approx(math.log(4), rel=1e-6)  # equal logits
 
 
 def test_checkpoints_are_projected_onto_the_plane():
@@ -186,7 +185,7 @@ def test_checkpoints_are_projected_onto_the_plane():
     torch.testing.assert_close(at, found.coordinates, rtol=1e-6, atol=1e-6)
 
 
-def test_a_network_called_by_keywords_is_measured():
+def test_a_network_with_keyword_arguments_is_scored():
     network, (x, y) = ByName(), rows()
     batches = [{"left": x[i : i + 20], "right": x[i : i + 20], "labels": y[i : i + 20]} for i in (0, 20, 40)]
     found = plane(network, batches, along=[random_direction(network)], span=(0, 1), points=2)
@@ -210,9 +209,9 @@ def test_batch_norm_statistics_are_recomputed_at_each_point():
         assert found.scores.loss[index].item() == F.cross_entropy(network(x), y).item()
 
 
-def test_a_plane_through_networks_of_different_statistics_asks_for_data():
+def test_different_batch_norm_statistics_require_data():
     a, b = normed(0), normed(1)
-    with pytest.raises(ValueError, match="a and b differ in '1.running_mean'.*batch_norm=data"):
+    with pytest.raises(ValueError, match="a and b differ in the buffer '1.running_mean'.*batch_norm=data"):
         plane(a, rows(), through=(a, b))
 
 
@@ -230,7 +229,7 @@ def at_point(net: mt.Multitude, found: Plane, index: int) -> mt.Multitude:
     return one
 
 
-def test_with_fixed_noise_each_point_makes_the_draws_of_the_seed():
+def test_fixed_noise_uses_the_draws_of_the_seed_at_each_point():
     net, (x, y) = drawing(), rows()
     found = plane(net, (x, y), along=[random_direction(net)], points=3, seeds=(0, 1), draws=2)
     assert found.loss.shape == (2, 3) and found.scores.loss.shape == (2, 1) and found.agreement.shape == (2, 1, 3)
@@ -243,7 +242,7 @@ def test_with_fixed_noise_each_point_makes_the_draws_of_the_seed():
     assert (found.loss[0] != found.loss[1]).all()
 
 
-def test_with_fresh_noise_each_point_makes_draws_of_its_own():
+def test_fresh_noise_uses_other_draws_at_each_point():
     net, (x, y) = drawing(), rows()
     found = plane(net, (x, y), along=[random_direction(net)], points=3, seeds=(5,), noise="fresh")
     for index in range(3):
@@ -257,12 +256,12 @@ def test_without_seeds_a_network_that_draws_gives_expectations():
     assert found.loss[1].item() == pytest.approx(F.cross_entropy(net.eval()(x, draws=0)[0], y).item(), rel=1e-5)
 
 
-# Given things, folders, figures -----------------------------------------------------------------------------
+# Folders and figures ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Counts the points that are measured, and may interrupt after some."""
+    """Count the scored points, and interrupt after `until`."""
     counts = {"points": 0, "until": 10**9}
     measure = weights_module.WeightScorer.score
 
@@ -276,7 +275,7 @@ def measured(monkeypatch):
     return counts
 
 
-def test_an_interrupted_plane_goes_on_from_its_folder(tmp_path, measured):
+def test_an_interrupted_plane_resumes_from_its_folder(tmp_path, measured):
     networks, data = [cnn(seed) for seed in range(3)], images()
     options = {"through": networks, "points": 5, "at_once": 4}
     want = plane(networks[0], data, **options)
@@ -294,7 +293,7 @@ def test_an_interrupted_plane_goes_on_from_its_folder(tmp_path, measured):
 
 
 @pytest.mark.parametrize("change", ["weights", "data", "grid", "buffers", "batch norm"])
-def test_a_folder_never_mixes_what_was_asked(tmp_path, measured, change):
+def test_a_folder_keeps_different_calls_separate(tmp_path, measured, change):
     network, (x, y) = normed(0), rows()
     direction = random_direction(network)
     options = {"along": [direction], "points": 3, "folder": tmp_path, "batch_norm": None}
@@ -343,3 +342,68 @@ def test_figures_show_the_plane_and_its_solutions():
     assert found.plot().data[0].z[2][1] == pytest.approx(found.loss[1, 2].log10().item())
     line = plane(networks[0], data, through=networks[:2], points=3).plot("accuracy")
     assert len(line.data[0].y) == 3
+
+
+# Directions and frames --------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Layers whose filters lie in different places, and parameters that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, groups=2)
+        self.up = nn.ConvTranspose2d(6, 8, 2, groups=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.layer_norm = nn.LayerNorm([4, 4])
+        self.fc = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(5))
+
+
+def filters(name: str, weight: np.ndarray) -> list[np.ndarray]:
+    """The filters of each layer above, one by one: what makes one output channel."""
+    if name == "up.weight":  # [6 inputs, 4 outputs of each of 2 groups, ...]: inputs 0 to 2 make outputs 0 to 3
+        return [weight[3 * group : 3 * group + 3, out] for group in range(2) for out in range(4)]
+    return list(weight)
+
+
+def test_filter_normalised_directions_have_the_filter_norms_of_the_weights():
+    torch.manual_seed(0)
+    network = Everything()
+    direction = random_direction(network, seed=1)
+    assert torch.equal(direction, random_direction(network, seed=1)) and abs(direction.std().item() - 1) < 0.1
+    scaled = unflattened(filter_normalised(direction, network), network)
+    plain = unflattened(direction, network)
+    for name in ("conv.weight", "up.weight", "fc.weight"):
+        theta = weights_of(network)[name].detach().numpy()
+        pairs = zip(*(filters(name, w) for w in (theta, scaled[name].numpy(), plain[name].numpy())), strict=True)
+        for own, new, old in pairs:
+            assert np.linalg.norm(new) == pytest.approx(np.linalg.norm(own), rel=1e-5)
+            cosine = (new * old).sum() / np.linalg.norm(new) / np.linalg.norm(old)
+            assert cosine == pytest.approx(1, abs=1e-5)
+
+
+def test_biases_norms_and_other_vectors_are_zero():
+    network = Everything()
+    scaled = unflattened(filter_normalised(random_direction(network), network), network)
+    still = {name for name, part in scaled.items() if not part.any()}
+    assert still == set(scaled) - {"conv.weight", "up.weight", "fc.weight"}
+
+
+def test_a_zero_filter_stays_zero():
+    network = nn.Linear(2, 2, bias=False)
+    scaled = filter_normalised(torch.tensor([0.0, 0, 1, 0]), network)
+    assert scaled.isfinite().all() and not scaled[:2].any()
+
+
+def test_coordinates_lead_to_weights_and_back():
+    torch.manual_seed(0)
+    a, b, c = torch.randn(3, 50, dtype=torch.float64)
+    frame = Frame.through([a, b, c])
+    assert torch.allclose(frame.directions @ frame.directions.T, torch.eye(2).double(), atol=1e-12)
+    for point in (a, b, c):
+        assert torch.allclose(frame.weights(frame.project(point)), point, atol=1e-12)
+    at = frame.project(torch.stack([a, b, c]))
+    assert torch.allclose(torch.cdist(at, at), torch.cdist(torch.stack([a, b, c]), torch.stack([a, b, c])))
+    oblique = Frame.along(a, [b, b + c])
+    assert torch.allclose(oblique.project(a + 2 * b - 3 * (b + c)), torch.tensor([2.0, -3.0]).double())

@@ -1,4 +1,4 @@
-"""The task of a network decides how draws are averaged and what the loss is, wherever weights are scored."""
+"""The task of a network defines the loss and how draws are averaged, in all analyses of weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.landscape import plane, random_direction, sharpness, tunnel
-from multitudes.landscape.weight_space.weight_loss import Objective
+from multitudes.landscape.weight_space.weight_loss import WeightLoss
 from multitudes.networks.seeds import mixed
 
 OUTPUTS = {"classification": 3, "regression": 1, "gaussian": 2}
@@ -32,7 +32,7 @@ def rows(task: str) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(task: str, drawn: Tensor, y: Tensor) -> float:
-    """The loss of the averaged prediction of draws `[D, B, C]`, by the textbook."""
+    """The loss of the averaged prediction of draws `[D, B, C]`, by its formula."""
     if task == "classification":
         return -drawn.softmax(2).mean(0)[torch.arange(len(y)), y].log().mean().item()
     if task == "regression":
@@ -44,16 +44,16 @@ def by_hand(task: str, drawn: Tensor, y: Tensor) -> float:
 
 
 @pytest.mark.parametrize("task", OUTPUTS)
-def test_draws_are_averaged_by_the_task_and_the_loss_is_its_own(task: str) -> None:
+def test_the_task_defines_the_loss_and_how_draws_are_averaged(task: str) -> None:
     net, (x, y) = dropping(task), rows(task)
     found = plane(net, (x, y), along=[random_direction(net)], points=3, seeds=(3,), draws=4)
-    objective = Objective(net, [(x, y)], draws=4, seed=3)
+    loss = WeightLoss(net, [(x, y)], draws=4, seed=3)
     with torch.no_grad():
         want, drawn = by_hand(task, net(x, draws=4, seed=3), y), by_hand(task, net(x, draws=4, seed=mixed(3, 0)), y)
     assert found.scores.loss.item() == pytest.approx(want, rel=1e-4)
     assert found.loss[0, 1].item() == pytest.approx(want, rel=1e-4)
     assert (found.accuracy is not None) == (task == "classification")
-    assert objective.value(objective.start).item() == pytest.approx(drawn, rel=1e-4)
+    assert loss.value(loss.start).item() == pytest.approx(drawn, rel=1e-4)
 
 
 @pytest.mark.parametrize("task", ["regression", "gaussian"])
@@ -86,7 +86,7 @@ def test_a_criterion_that_contradicts_the_task_is_refused(analysis, task: str, c
 
 
 @pytest.mark.parametrize("network", [dropping("classification"), dropping("classification").network])
-def test_draws_are_averaged_for_a_criterion_of_your_own_only_where_the_task_is_set(network: nn.Module) -> None:
+def test_a_custom_criterion_requires_a_task_to_average_draws(network: nn.Module) -> None:
     options = {"points": 1, "along": [random_direction(network)], "criterion": lambda p, y: p.mean(), "seeds": (0,)}
     if isinstance(network, mt.Multitude):
         plane(network, rows("classification"), **options, draws=2)
@@ -101,10 +101,10 @@ def test_a_plain_network_has_the_task_of_its_criterion() -> None:
     along, options = [random_direction(net)], {"points": 1, "seeds": (3,), "draws": 4}
     found = plane(net.network, (x, y), along=along, criterion=F.mse_loss, **options)
     assert found.scores.loss.item() == plane(net, (x, y), along=along, **options).scores.loss.item()
-    with pytest.raises(ValueError, match=r"targets of shape \[40, 1\].* where cross entropy needs classes"):
+    with pytest.raises(ValueError, match=r"cross entropy, got targets of shape \[40, 1\]"):
         plane(net.network, (x, y), along=along)  # the cross entropy of one class is always 0
     wide = nn.Linear(5, 2)
-    with pytest.raises(ValueError, match="where cross entropy needs classes"):
+    with pytest.raises(ValueError, match="classes as targets for cross entropy"):
         plane(wide, (x, x[:, :2]), along=[random_direction(wide)])
     soft = x[:, :2].softmax(1)  # probabilities are targets of cross entropy
     found = plane(wide, (x, soft), along=[random_direction(wide)], points=3)
@@ -120,7 +120,7 @@ OF_OTHER_TASKS = {
 
 
 def of_other_task(task: str, drawn: Tensor, y: Tensor) -> float:
-    """The loss of draws `[D, B, ...]` of the other tasks, by the textbook; they have one draw, or average to it."""
+    """The loss of draws `[D, B, ...]` of the other tasks, by its formula."""
     if task == "tokens":
         probs = drawn.softmax(-1).mean(0)[y != -100]
         return -probs[torch.arange(len(probs)), y[y != -100]].log().mean().item()
@@ -139,18 +139,18 @@ def test_the_loss_of_the_other_tasks_is_that_of_the_network(task: str) -> None:
     net.eval().task = task
     batches = [(x[:25], y[:25]), (x[25:], y[25:])]
     want = of_other_task(task, net(x, draws=0), y)
-    objective = Objective(net, batches)
-    assert objective.value(objective.start).item() == pytest.approx(want, rel=1e-5)
+    loss = WeightLoss(net, batches)
+    assert loss.value(loss.start).item() == pytest.approx(want, rel=1e-5)
     along = {"along": [random_direction(net)], "points": 1}
     assert plane(net, batches, **along).scores.loss.item() == pytest.approx(want, rel=1e-5)
     drawn = of_other_task(task, net(x, draws=3, seed=3), y)
     assert plane(net, (x, y), **along, seeds=(3,), draws=3).scores.loss.item() == pytest.approx(drawn, rel=1e-4)
-    objective = Objective(net, (x, y), draws=3, seed=3)
+    loss = WeightLoss(net, (x, y), draws=3, seed=3)
     drawn = of_other_task(task, net(x, draws=3, seed=mixed(3, 0)), y)
-    assert objective.value(objective.start).item() == pytest.approx(drawn, rel=1e-4)
+    assert loss.value(loss.start).item() == pytest.approx(drawn, rel=1e-4)
 
 
-def test_where_the_classes_are_must_be_clear_to_analyses_too() -> None:
+def test_ambiguous_class_axes_are_refused() -> None:
     network = nn.Sequential(nn.Linear(5, 9), nn.Unflatten(1, (3, 3)))
     x, y = torch.randn(40, 5), torch.randint(3, (40, 3))
     for analysis in (sharpness, lambda net, data: plane(net, data, along=[random_direction(net)], points=1)):
@@ -163,6 +163,6 @@ def test_where_the_classes_are_must_be_clear_to_analyses_too() -> None:
         mt.landscape.similarity([network, copy.deepcopy(network)], x)
     with pytest.raises(
         ValueError,
-        match="solutions must be of task classification, regression, gaussian, got a multitude of task tokens",
+        match="solutions must have task classification, regression, gaussian, got a multitude of task tokens",
     ):
         mt.landscape.similarity([net, net], x)

@@ -1,4 +1,4 @@
-"""The recipe of U-Net on CamVid: its frames, what it measures, and what it says about that."""
+"""The recipe of U-Net on CamVid: frames, scores and the section."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_frames_are_read_in_the_order_of_their_videos(tmp_path: Path) -> None:
     assert torch.equal(small.labels, frames.labels[[0, 5], 1::2, 1::2])
 
 
-def test_a_name_that_says_no_frame() -> None:
+def test_a_wrong_frame_name_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"must be like 0001TP_008550.png, got 'frame.png'"):
         camvid_data.place("frame.png")
 
 
-def test_a_fingerprint_sees_every_pixel_and_name() -> None:
+def test_a_fingerprint_depends_on_pixels_and_names() -> None:
     frames = made_up(["a_1.png", "a_2.png"])
     found = {frames.fingerprint, made_up(["a_1.png", "a_3.png"]).fingerprint}
     frames.labels[1, 3, 4] += 1
@@ -85,7 +85,7 @@ def test_classes_weigh_the_median_frequency_over_their_own() -> None:
     torch.testing.assert_close(camvid_data.balanced(labels), expected)
 
 
-def test_windows_are_cut_out_of_image_and_labels_alike() -> None:
+def test_images_and_labels_are_cut_to_the_same_windows() -> None:
     frames = made_up(["a_1.png", "a_2.png", "a_3.png"])
     windows = [(2, 0, 5, 1), (0, 3, 0, 0), (2, 2, 7, 0)]
     images, labels = camvid_data.cut(frames, torch.tensor(windows).T, (4, 5))
@@ -112,7 +112,7 @@ def test_an_epoch_has_every_frame_once() -> None:
 # -- measuring ---------------------------------------------------------------------------------------------
 
 
-def test_smoothing_comes_before_the_poolings_and_all_networks_begin_alike() -> None:
+def test_networks_smooth_before_poolings_and_share_their_initialisation() -> None:
     nets = {piece: camvid.network(piece, width=2) for piece in camvid.PIECES}
     for piece, net in nets.items():
         kernels = {name: layer.blur.kernel for name, layer in net.named_modules() if isinstance(layer, Smooth)}
@@ -137,7 +137,7 @@ def test_convolutions_in_bfloat16_predict_the_same_and_draw_side_by_side(recwarn
 
 
 @pytest.mark.parametrize("decay", [None, 0.8])
-def test_a_video_is_measured_as_by_hand(decay: float | None) -> None:
+def test_the_scores_of_a_video_equal_loops(decay: float | None) -> None:
     video = made_up(["a_2.png", "a_4.png", "a_6.png", "b_2.png", "b_4.png"], 16, 16)
     mean, std = torch.full((1, 3, 1, 1), 128.0), torch.full((1, 3, 1, 1), 64.0)
     net = camvid.network("dnn", width=2)
@@ -166,7 +166,7 @@ def test_a_video_is_measured_as_by_hand(decay: float | None) -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_video_tells_how_much_it_moves() -> None:
+def test_the_description_of_a_video() -> None:
     video = made_up(["a_2.png", "a_4.png", "a_6.png", "b_2.png"])
     video.labels[:] = 3
     video.labels[2, 0, :] = 4
@@ -217,7 +217,7 @@ def test_the_section_has_the_papers_numbers_beside_ours(tmp_path: Path) -> None:
     assert claims["CamVid, test frames: temporal smoothing lowers the NLL"].holds is False  # one draw against 30
 
 
-def test_the_section_has_a_blur_of_ours(tmp_path: Path) -> None:
+def test_the_section_includes_the_aligned_blur(tmp_path: Path) -> None:
     text = report.section(write_raw(tmp_path, {"dnn": 0.5, "dnn_aligned": 0.45})).text
     assert "| U-Net + SPAT (1, 2, 1) | 1 | 0.500 |" in text and "| U-Net + SPAT (1, 2, 1) + TEMP | 1 | 0.460 |" in text
     assert "SPAT by a kernel of three points" in text and "which shift nothing" not in text
@@ -225,7 +225,7 @@ def test_the_section_has_a_blur_of_ours(tmp_path: Path) -> None:
     assert "U-Net's NLL is 0.500 and 0.500 on the validation video and the test frames, by two 0.650 and 0.650" in text
 
 
-def test_the_section_of_what_there_is(tmp_path: Path) -> None:
+def test_the_section_works_with_some_pieces(tmp_path: Path) -> None:
     section = report.section(write_raw(tmp_path, {"dnn": 0.5, "dnn_smooth": 0.45}))
     assert "| U-Net + SPAT + TEMP | 1 (1) | 0.460 (0.278) |" in section.text and "| MC dropout" not in section.text
     assert {claim.holds for claim in section.claims} == {None}

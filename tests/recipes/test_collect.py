@@ -1,4 +1,4 @@
-"""What is collected into `results/` says what made it."""
+"""Provenance of collected results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from multitudes.lab.study.run import costs, worker
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
 from recipes.collect import collect
-from tests.recipes.noise import noise
+from tests.recipes.recipe_cases import noise
 
 
-def test_a_study_job_is_collected_with_the_commit_that_it_ran_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_collected_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mt.data.save(noise(12, 3, 8, 8), tmp_path / "data.mtdata")
     small = {"epochs": 1, "shift": [], "device": "cpu"}
     spec = Spec.of(data=str(tmp_path / "data.mtdata"), model="small_cnn", methods={"single": {}}, seeds=[0], **small)
@@ -41,9 +39,7 @@ def test_a_study_job_is_collected_with_the_commit_that_it_ran_with(
     assert collected()["commit"] is None
 
 
-def test_the_commit_is_that_of_the_librarys_own_checkout_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_that_of_the_checkout_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         name = ("-c", "user.name=a", "-c", "user.email=a@b")
         found = subprocess.run(["git", *name, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)

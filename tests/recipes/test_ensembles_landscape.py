@@ -1,4 +1,4 @@
-"""Deep ensembles against subspaces: what the recipe computes itself, what its page says, and a small run of it."""
+"""Deep ensembles and subspaces: analyses of the recipe, its section, and a smoke run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import multitudes as mt
 from multitudes import Predictive
-from multitudes.landscape import Solutions
+from multitudes.landscape import Solutions, growth, tunnel
 from recipes.ensembles_landscape import centres, diversities, main
-from recipes.landscape_runs import SETTINGS, plain, spaced
+from recipes.landscape_runs import SETTINGS, spaced
+from recipes.landscape_shift import under_corruption, variants
 from recipes.report.ensembles_landscape import section, valleys
 from recipes.report.landscape_claims import NAMES, near, on_path
 from recipes.report.raw import Raw
+from recipes.tunnel_to_origin import stitched
+from tests.landscape.test_diversity_plane import X, Y, by_hand, net, walk
 from tests.recipes.recipe_cases import raw_of, smoke, with_data
 
 PIECES = ("train", "similarity", "tsne", "planes", "tunnel", "diversity", "subspaces", "shift", "reach")
@@ -33,12 +37,7 @@ def test_checkpoints_are_spaced_evenly_and_end_with_the_last() -> None:
     assert spaced(states, last=3, count=5) == [38, 39, 40]
 
 
-def test_tensors_become_lists_wherever_they_are() -> None:
-    given = {"a": torch.tensor([[1.0, 2.0]]), "b": (torch.tensor(3), "c"), "d": 0.5}
-    assert plain(given) == {"a": [[1.0, 2.0]], "b": [3, "c"], "d": 0.5}
-
-
-def test_the_settings_fit_each_other() -> None:
+def test_settings_are_consistent() -> None:
     for want in SETTINGS.values():
         assert want.rank < want.last < want.checkpoints and want.members <= want.last
         assert want.severities[0] == 0 and want.draws >= want.members
@@ -72,7 +71,7 @@ def test_draws_that_are_the_solution_itself_are_counted() -> None:
     assert centres(made_up_solutions()) == 2
 
 
-def test_the_pieces_ask_for_the_training_first(tmp_path: Path) -> None:
+def test_pieces_require_the_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold 9 checkpoints: run the piece train first"):
         main(["--data-root", str(tmp_path), "--scale", "smoke", "--out", str(tmp_path / "out"), "--only", "similarity"])
 
@@ -155,7 +154,7 @@ def test_the_page_shows_each_piece_and_its_figures(tmp_path: Path) -> None:
     assert len(made.figures) == made.text.count(".svg)") == 9
 
 
-def test_the_claims_hold_where_the_numbers_say_so_and_else_do_not(tmp_path: Path) -> None:
+def test_claims_follow_from_the_numbers(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     assert [claim.holds for claim in section(raw_of(tmp_path / "good", made_up())).claims] == [True] * 9
 
@@ -170,7 +169,7 @@ def test_the_claims_hold_where_the_numbers_say_so_and_else_do_not(tmp_path: Path
     assert [claim.holds for claim in section(raw_of(tmp_path / "bad", bad)).claims] == [False] * 9
 
 
-def test_the_page_does_without_any_piece(tmp_path: Path) -> None:
+def test_the_section_works_without_results(tmp_path: Path) -> None:
     empty = section(Raw(tmp_path))
     assert not empty.figures and {claim.holds for claim in empty.claims} == {None}
     pytest.importorskip("plotly")
@@ -184,13 +183,91 @@ def test_only_accurate_draws_are_compared_with_other_runs() -> None:
     assert groups["other runs"].item() == pytest.approx(0.24 / 0.3)
 
 
-def test_what_is_on_the_path_is_read_where_the_share_is_1() -> None:
+def test_scores_on_the_path_have_a_share_of_1() -> None:
     accuracies, agreements = on_path(made_up()["tunnel"]["stitched"])
     assert accuracies == [0.7] * 3 and agreements == [[0.7, 0.7]] * 3
 
 
 def test_points_alone_are_every_other_place_of_a_path() -> None:
     assert valleys(made_up()["tunnel"]["alone"]) == pytest.approx(0.3 - 0.2)
+
+
+# -- corruption --------------------------------------------------------------------------------------------
+
+
+def test_scores_under_corruption_are_those_of_the_corrupted_images() -> None:
+    runs = [walk(0), walk(1)]
+    methods = {"runs": [run.net for run in runs], "random": mt.subspace(runs[0].net, "random", runs[0], scale=1.0)}
+    names = ("gaussian_noise", "contrast")
+    found = under_corruption(methods, X, Y, corruptions=names, severities=(0, 2, 5), draws=3, seed=4)
+    assert found.methods == ("runs", "random")
+    networks = methods["random"].networks(3, seed=4)  # type: ignore[union-attr]
+    for t, name in enumerate(names):
+        for v, severity in enumerate((0, 2, 5)):
+            x = mt.shift.corrupt(X, name, severity, seed=4) if severity else X
+            ensemble = torch.stack([run.net(x) for run in runs])
+            for k, logits in enumerate((ensemble, networks.predict(x).predictions)):
+                want = by_hand(logits, Y)
+                got = [score[k, t, v].item() for score in (found.accuracy, found.brier, found.divergence)]
+                assert got == pytest.approx(want, abs=1e-6)
+
+
+def test_images_are_preprocessed_after_the_corruption() -> None:
+    model = net(0)
+
+    class Normalised(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return model((x - 0.5) / 0.25)
+
+    options = {"corruptions": ["fog"], "severities": [1, 3]}
+    inside = under_corruption({"m": Normalised()}, X, Y, **options)  # type: ignore[arg-type]
+    outside = under_corruption({"m": model}, X, Y, preprocess=lambda x: (x - 0.5) / 0.25, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(inside.brier, outside.brier)
+
+
+def test_layers_draw_the_same_for_every_image() -> None:
+    dropped = mt.mc_dropout(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+    )
+    found = under_corruption({"m": dropped}, X, Y, corruptions=["brightness"], severities=[0, 1], draws=6, seed=2)
+    want = by_hand(dropped.predict(mt.shift.corrupt(X, "brightness", 1, seed=2), draws=6, seed=2).predictions, Y)
+    assert float(found.divergence[0, 0, 1]) == pytest.approx(want[2], abs=1e-6)
+
+
+def test_a_network_passed_twice_counts_twice() -> None:
+    a, b = net(0), net(1)
+    found = under_corruption({"m": [a, a, b]}, X, Y, corruptions=["contrast"], severities=[3], seed=0)
+    x = mt.shift.corrupt(X, "contrast", 3, seed=0)
+    assert float(found.brier[0, 0, 0]) == pytest.approx(by_hand(torch.stack([a(x), a(x), b(x)]), Y)[1], abs=1e-6)
+    pytest.importorskip("plotly")
+    assert [list(trace.x) for trace in found.plot().data] == [[3]] * 3
+
+
+def test_data_for_subspaces_may_be_an_iterator() -> None:
+    kinds = variants(walk(0), data=iter([(X, Y)]), floor=0.0, kinds=["random", "diagonal"])
+    assert list(kinds) == ["baseline", "random", "diagonal", "weight averaging"]
+    assert growth([kinds], (X, Y), draws=2).accuracy.shape == (4, 1)
+
+
+# -- from a path to the origin -----------------------------------------------------------------------------
+
+
+def test_triangles_to_the_origin_keep_the_distances_of_the_weights() -> None:
+    network, other = net(0), net(1)
+    path = tunnel(network, network, other, (X, Y), points=5, steps=5)
+    view = stitched(network, path, (X, Y), across=2, radii=3, reach=1.5)
+    assert view.share.tolist() == [0, 0.75, 1, 1.5] and view.knots == tuple(range(0, 17, 2))
+    at = torch.stack([view.x, view.y], 2)
+    for segment, (left, right) in enumerate(zip(path.weights[:-1].double(), path.weights[1:].double(), strict=True)):
+        own = at[2 * segment : 2 * segment + 3].flatten(0, 1)
+        places = torch.stack([left, (left + right) / 2, right])
+        weights = (view.share.view(1, -1, 1) * places.unsqueeze(1)).flatten(0, 1)
+        torch.testing.assert_close(torch.cdist(own, own), torch.cdist(weights, weights), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(view.loss[::2, 2], path.scores.loss, rtol=1e-4, atol=1e-5)
+    assert view.agreement is not None and view.agreement[0, 0, 2] == view.agreement[1, -1, 2] == 1
+    assert view.loss[:, 0].tolist() == pytest.approx([math.log(3)] * 17, rel=1e-6)  # all weights 0
+    pytest.importorskip("plotly")
+    assert len(view.plot("agreement", end=1).data[0].x) == view.loss.numel()
 
 
 # -- the whole recipe --------------------------------------------------------------------------------------

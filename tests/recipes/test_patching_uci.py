@@ -37,7 +37,7 @@ def alone(net: recipe.Splits, index: int) -> recipe.Splits:
 
 
 @pytest.mark.parametrize("method", recipe.METHODS)
-def test_a_split_among_others_learns_as_it_would_alone(
+def test_a_split_among_others_is_trained_like_a_single_one(
     method: str, splits: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -67,7 +67,7 @@ def test_a_split_among_others_learns_as_it_would_alone(
     assert (calls > 0) == (method not in ("ensemble", "norm"))
 
 
-def test_members_draw_noise_of_their_own(splits: list[tuple[Tensor, Tensor]]) -> None:
+def test_members_have_their_own_noise(splits: list[tuple[Tensor, Tensor]]) -> None:
     same = [splits[0]] * 2
     for method in ("ecmp", "emp", "dropout"):
         net = recipe.members(method, same, hidden=8)
@@ -160,7 +160,7 @@ def made_up(folder: Path, names: list[str], **rmse: list[float]) -> Raw:
     return raw_of(folder, dict.fromkeys(names, result), scale="full", seconds=3.0)
 
 
-def test_the_page_has_our_numbers_beside_the_papers(tmp_path: Path) -> None:
+def test_the_page_shows_our_numbers_and_those_of_the_paper(tmp_path: Path) -> None:
     raw = made_up(
         tmp_path, ["yacht", "yacht-own"], ecmp=[1.0, 2.0, 3.0], emp=[2.0] * 3, dropout=[9.0] * 3, ensemble=[3.0] * 3
     )
@@ -172,12 +172,12 @@ def test_the_page_has_our_numbers_beside_the_papers(tmp_path: Path) -> None:
     assert "relative" in section.figures
 
 
-def test_the_page_needs_nothing(tmp_path: Path) -> None:
+def test_the_section_works_without_results(tmp_path: Path) -> None:
     section = report.section(Raw(tmp_path / "none"))
     assert not section.figures and all(claim.holds is None for claim in section.claims)
 
 
-def test_claims_are_read_from_the_numbers(tmp_path: Path) -> None:
+def test_claims_follow_from_the_numbers(tmp_path: Path) -> None:
     names = list(report.NAMES)
     worse, better = [3.0, 3.1, 2.9], [1.0, 1.1, 0.9]
     raw = made_up(tmp_path, names, ecmp=better, emp=worse, dropout=[2.0, 2.2, 1.9], ensemble=worse, norm=better)

@@ -1,4 +1,4 @@
-"""The recipes can be run, and the page of results says what the raw files say."""
+"""Recipes run, are collected, and give the page of results."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from multitudes.lab.data import Data, Part
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.spec.planning import check_methods
 from multitudes.lab.study.spec.specification import Spec
-from recipes import recipe as frame
-from recipes.collect import RESULTS, collect, rounded
+from recipes.collect import RESULTS, collect
 from recipes.recipe import Recipe
 from recipes.report import again, packed_cifar10, patching_cifar10
+from recipes.report.__main__ import BEGIN, END, with_headline
 from recipes.report.__main__ import main as report
-from recipes.report.headline import BEGIN, END, with_headline
 from recipes.report.page import SECTIONS, Page
 from recipes.report.raw import Claim, Raw, Section
 from recipes.report.reasons import REASONS, reasons_for
-from tests.lab.cli.test_cli import multitudes_says
+from tests.lab.cli.test_cli import run_cli
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -37,7 +36,7 @@ CIFAR = {"shape": [3, 32, 32], "task": "classification", "outputs": 10, "parts":
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("scale", [pytest.param(None, marks=pytest.mark.slow), "smoke"])
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_study_file_can_be_carried_out_at_both_scales(path, scale):
+def test_a_study_file_is_valid_at_both_scales(path, scale):
     spec = Spec.load(path, scale).resolved((3, 32, 32))
     check_methods(spec, CIFAR, list(spec.methods))
 
@@ -49,13 +48,13 @@ def test_a_study_runs_at_smoke_scale(path, tmp_path):
     if root is None:
         pytest.skip("MULTITUDES_DATA names no folder with data")
     out = tmp_path / f"{path.stem}-smoke"
-    ran = multitudes_says("compare", str(path), "--scale", "smoke", "--data-root", root, "--out", str(out))
+    ran = run_cli("compare", str(path), "--scale", "smoke", "--data-root", root, "--out", str(out))
     assert ran.code == 0, ran.err
     run = Run(out)
     assert len(run.done) == len(run.jobs) == len(Spec.load(path, "smoke").methods)
     for job in run.done:
         assert job.metrics["scores"]["accuracy"]["value"] > 0.05 and job.metrics["by_size"]["ece"]
-    with pytest.raises(ValueError, match="was done at scale smoke: only what is done in full is evidence"):
+    with pytest.raises(ValueError, match="has scale smoke: only full runs are collected"):
         collect(out, tmp_path / "results")
 
 
@@ -75,20 +74,20 @@ def counting(calls: list[str]) -> Recipe:
     return Recipe("packed_cifar10", "A recipe.", {"one": one, "two": two})
 
 
-def test_a_piece_is_done_once_and_says_what_it_was_done_with(tmp_path, capsys):
+def test_a_piece_is_done_once_with_its_provenance(tmp_path, capsys):
     calls: list[str] = []
     arguments = ["--data-root", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu"]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="killed"):
             counting(calls).run(arguments)
-    assert calls == ["one", "two", "two"] and "one: done before" in capsys.readouterr().out
+    assert calls == ["one", "two", "two"] and "one: already done" in capsys.readouterr().out
     piece = json.loads((tmp_path / "run" / "one.json").read_text())
     assert piece["result"] == {"value": 1.23456789} and piece["data"] == {"data": "abc"}
     assert piece["command"] == "python -m recipes.packed_cifar10 --scale full" and piece["machine"]["device"] == "cpu"
     assert not (tmp_path / "run" / "two.json").exists()
 
 
-def test_data_are_read_once_and_told_with_every_piece(tmp_path, monkeypatch):
+def test_data_are_read_once_and_recorded_with_every_piece(tmp_path, monkeypatch):
     read: list = []
     part = Part(torch.zeros(2, 1), torch.zeros(2))
 
@@ -112,29 +111,21 @@ def test_data_are_read_once_and_told_with_every_piece(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--only", "three"], "--only must be pieces of one, two, got 'three'"),
+        (["--only", "three"], "--only must be among one, two, got 'three'"),
         (["--data-root", "/nowhere"], "--data-root must be a folder, got '/nowhere', which does not exist"),
         (["--scale", "huge"], "invalid choice: 'huge'"),
     ],
 )
-def test_a_wrong_command_line_gets_a_sentence(tmp_path, capsys, arguments, sentence):
+def test_a_wrong_command_line_is_an_error(tmp_path, capsys, arguments, sentence):
     with pytest.raises(SystemExit):
         counting([]).run(["--data-root", str(tmp_path), *arguments])
     assert sentence in capsys.readouterr().err
 
 
-def test_the_commit_is_told_by_git_or_by_the_environment(monkeypatch):
-    monkeypatch.setenv("MULTITUDES_COMMIT", "0123456789")
-    assert frame.commit() == "0123456789"
-    monkeypatch.delenv("MULTITUDES_COMMIT")
-    told = frame.commit()
-    assert told is None or re.fullmatch(r"[0-9a-f]{10}\+?", told)
-
-
 # -- from runs to raw files --------------------------------------------------------------------------------
 
 
-def test_pieces_are_done_where_asked_and_collected_with_short_numbers(tmp_path):
+def test_pieces_are_collected_with_rounded_numbers(tmp_path):
     recipe = counting([])
     with pytest.raises(RuntimeError):
         recipe.run(["--data-root", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu"])
@@ -144,16 +135,11 @@ def test_pieces_are_done_where_asked_and_collected_with_short_numbers(tmp_path):
     assert json.loads(path.read_text())["result"] == {"value": 1.23457}
 
 
-def test_numbers_are_rounded_wherever_they_are():
-    given = {"a": [1.23456789, 12], "b": {"c": "1.23456789", "d": None, "e": True, "f": 1e-12}}
-    assert rounded(given) == {"a": [1.23457, 12], "b": {"c": "1.23456789", "d": None, "e": True, "f": 1e-12}}
-
-
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("nothing", "run must be the directory of a run, got .*nothing'"), ("empty", "which has no finished piece")],
+    [("nothing", "run must be the directory of a run, got .*nothing'"), ("empty", "run must have a finished piece")],
 )
-def test_what_is_no_run_gets_a_sentence(tmp_path, name, sentence):
+def test_collect_names_a_wrong_run(tmp_path, name, sentence):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=sentence):
         collect(tmp_path / name)
@@ -162,22 +148,22 @@ def test_what_is_no_run_gets_a_sentence(tmp_path, name, sentence):
 # -- from raw files to the page ----------------------------------------------------------------------------
 
 
-def test_the_page_of_results_says_what_the_raw_files_say():
+def test_the_page_of_results_matches_the_raw_files():
     report(["--check"])
 
 
-def test_every_number_typed_in_would_be_noticed(tmp_path, capsys):
+def test_a_changed_number_on_the_page_is_an_error(tmp_path, capsys):
     results = tmp_path / "results"
     write(results, "packed_cifar10", {"single-0": job()})
     report(["--results", str(results)])
     report(["--results", str(results), "--check"])
     page = results / "README.md"
     page.write_text(page.read_text().replace("95.0", "96.0"))
-    with pytest.raises(SystemExit, match="does not say what the raw files say"):
+    with pytest.raises(SystemExit, match="does not match the raw files"):
         report(["--results", str(results), "--check"])
 
 
-def test_the_readme_has_a_few_rows_of_the_results(tmp_path):
+def test_the_readme_has_rows_of_the_results(tmp_path):
     raw = write(tmp_path, "packed_cifar10", {"single-0": job(0.9), "single-1": job(0.92), "deep-0": job(0.95)})
     text = with_headline(f"# Title\n{BEGIN}\n| single network | 99.9 |\n{END}\nThe end\n", raw)
     assert text.startswith(f"# Title\n{BEGIN}\n") and text.endswith(f"{END}\nThe end\n")
@@ -187,14 +173,14 @@ def test_the_readme_has_a_few_rows_of_the_results(tmp_path):
         with_headline("# Title", raw)
 
 
-def test_figures_that_the_page_shows_are_there():
+def test_figures_of_the_page_exist():
     shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", Page(RESULTS).text)
     assert set(shown) == {f"{name}.svg" for name in Page(RESULTS).figures}
     for path in shown:
         assert (RESULTS / path).is_file()
 
 
-def test_raw_files_are_small_and_hold_no_weights():
+def test_raw_files_are_small_and_contain_no_weights():
     for path in RESULTS.rglob("*"):
         assert path.is_dir() or path.suffix in (".json", ".svg", ".md")
         assert path.is_dir() or path.stat().st_size < 400_000
@@ -247,7 +233,7 @@ def test_packed_claims_follow_from_the_numbers(tmp_path):
     assert list(held(alone).values()) == [None]
 
 
-def test_seeds_are_told_as_mean_and_deviation(tmp_path):
+def test_seeds_are_shown_as_mean_and_deviation(tmp_path):
     raw = write(tmp_path, "packed_cifar10", {f"single-{seed}": job(nll=0.2 + seed / 10) for seed in range(3)})
     assert "0.300 ± 0.100 (0.238)" in packed_cifar10.section(raw).text
 
@@ -261,13 +247,13 @@ def test_patching_claims_follow_from_the_numbers(tmp_path):
     assert list(held(patching_cifar10.section(write(tmp_path / "bad", "patching_cifar10", pieces))).values()) == [False]
 
 
-def test_every_claim_that_does_not_show_has_a_reason():
+def test_every_unconfirmed_claim_has_a_reason():
     for name, section in Page(RESULTS).sections.items():
         failed = [claim.text for claim in section.claims if claim.holds is False]
         assert all(any(part in text for part in REASONS.get(name, {})) for text in failed), (name, failed)
 
 
-def test_reasons_are_given_only_for_what_does_not_show():
+def test_reasons_are_given_only_for_unconfirmed_claims():
     assert reasons_for("camvid", [Claim("CamVid: with both, better", True)]) == {}
     assert list(reasons_for("camvid", [Claim("CamVid: with both, better", False), Claim("other", False)])) == [
         "with both"
@@ -275,7 +261,7 @@ def test_reasons_are_given_only_for_what_does_not_show():
     assert reasons_for("camvid", [Claim("CamVid: with both, better", None)]) == {}
 
 
-def test_the_page_counts_what_holds_and_what_was_not_measured(tmp_path):
+def test_the_page_shows_claims_that_were_not_measured(tmp_path):
     write(tmp_path, "packed_cifar10", {"single-0": job()})
     text = Page(tmp_path).text
     assert "| not measured |" in text and "## Packed-Ensembles: Table 1" in text
@@ -283,7 +269,7 @@ def test_the_page_counts_what_holds_and_what_was_not_measured(tmp_path):
     assert Claim("a", None).numbers == ""
 
 
-def test_what_was_done_twice_is_compared_number_by_number(tmp_path):
+def test_repeated_pieces_are_compared_by_number(tmp_path):
     write(tmp_path, "packed_cifar10", {"single-0": job()})
     assert again.section(tmp_path) is None
     write(tmp_path / "again", "packed_cifar10", {"single-0": job(nll=0.203)})
@@ -296,8 +282,8 @@ def test_what_was_done_twice_is_compared_number_by_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("two", "sentence"), [({"b": 1}, "the result has other keys"), ({"a": [1]}, "a is of another length")]
+    ("two", "sentence"), [({"b": 1}, "the result has other keys"), ({"a": [1]}, "a has another length")]
 )
-def test_what_cannot_be_compared_gets_a_sentence(two, sentence):
+def test_different_results_cannot_be_compared(two, sentence):
     with pytest.raises(ValueError, match=sentence):
         dict(again.differences({"a": [1, 2]}, two))

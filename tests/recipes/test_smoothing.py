@@ -1,4 +1,4 @@
-"""The recipe of spatial smoothing: its measures against closed forms, its section, and all of it at a small scale."""
+"""The recipe of spatial smoothing: measures against closed forms, the section, and a smoke run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny_net(p: float = 0.5) -> mt.Multitude:
 # -- measures ----------------------------------------------------------------------------------------------
 
 
-def test_a_network_with_its_preprocessing_answers_alike():
+def test_a_network_for_images_includes_the_preprocessing():
     data, net = tiny_data(), tiny_net()
     images = data.scaled(data.test.x)
     whole = smoothing_measures.on_images(net, data, draws=5)
@@ -47,7 +47,7 @@ def test_a_network_with_its_preprocessing_answers_alike():
     assert smoothing_measures.on_images(net, data, draws=2).draws == 2 and whole.draws == 5
 
 
-def test_consistency_counts_the_steps_at_which_the_label_stays():
+def test_consistency_equals_its_definition():
     data = tiny_data()
     net = smoothing_measures.on_images(tiny_net(p=0.0), data, draws=1)
     images = data.scaled(data.test.x)
@@ -92,7 +92,7 @@ def test_weight_decay_moves_the_largest_eigenvalue():
         assert after == pytest.approx(before + 1, rel=0.1)
 
 
-def test_a_landscape_without_noise_has_the_loss_of_the_network_in_its_middle():
+def test_the_centre_of_a_landscape_has_the_loss_of_the_network():
     data, net = tiny_data(), tiny_net(p=0.0)
     found = smoothing_measures.landscape_of(net, data, images=12, points=3)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_a_landscape_without_noise_has_the_loss_of_the_network_in_its_middle():
     assert found["loss"][1][1] == found["centre"] == pytest.approx(float(loss), rel=1e-4)
 
 
-def test_heads_are_what_they_are_called():
+def test_heads_have_their_layers():
     layers = {head: list(smoothing.build(head, True, 16).network.modules()) for head in smoothing.HEADS}
     smoothings = {head: sum(isinstance(m, mt.layers.Smooth) for m in layers[head]) for head in layers}
     assert smoothings == {"mlp": 0, "gap": 0, "smooth": 3}
@@ -111,11 +111,11 @@ def test_heads_are_what_they_are_called():
     assert rates == {"mlp": [0.3] * 3 + [0.5] * 2, "gap": [0.3] * 3, "smooth": [0.3] * 3}
 
 
-@pytest.mark.parametrize(("piece", "told"), [("consistency", "multitudes compare"), ("hessian", "train_mlp")])
-def test_what_must_be_run_first_is_told(tmp_path, monkeypatch, piece, told):
+@pytest.mark.parametrize(("piece", "message"), [("consistency", "multitudes compare"), ("hessian", "train_mlp")])
+def test_an_error_names_what_to_run_first(tmp_path, monkeypatch, piece, message):
     monkeypatch.setattr(smoothing, "cifar10", lambda recipe: tiny_data())
     recipe = Recipe("smoothing", None, smoothing.PIECES)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         recipe.run(["--data-root", str(tmp_path), "--out", str(tmp_path / "smoothing"), "--only", piece])
 
 
@@ -172,32 +172,32 @@ def some_pieces() -> dict[str, Any]:
     }
 
 
-def test_the_section_tells_what_there_is_and_what_holds(tmp_path):
+def test_the_section_has_numbers_claims_and_figures(tmp_path):
     plain = {"mc_dropout-0": a_job([0.3, 0.25, 0.2]), "mc_dropout-1": a_job([0.3, 0.25, 0.22])}
     smoothed = {"smooth_dropout-0": a_job([0.25, 0.21, 0.15]), "smooth-0": a_job([0.29], error=0.09)}
     resnet18 = raw_of(tmp_path / "resnet18", {"single-0": a_job([0.3]), **plain, **smoothed})
     worse = {"mc_dropout-0": a_job([0.5, 0.45, 0.4]), "smooth_dropout-0": a_job([0.5, 0.45, 0.3])}
     vgg16 = raw_of(tmp_path / "vgg16", worse)
-    told = section(raw_of(tmp_path / "smoothing", some_pieces()), resnet18, vgg16)
-    holds = [claim.holds for claim in told.claims]
+    made = section(raw_of(tmp_path / "smoothing", some_pieces()), resnet18, vgg16)
+    holds = [claim.holds for claim in made.claims]
     assert holds[:6] == [True, True, True, False, False, True]  # MC dropout's error and both ECE stay as they are
     assert holds[6:12] == [False, False, None, None, None, None]  # of VGG-16 half is there
     assert holds[12:] == [False, True, True]
-    assert "the fewest that do: 50" in told.claims[7].numbers and "0.2100 with 50 draws" in told.claims[0].numbers
-    assert "single network 10.00 %, single network + Smooth 9.00 %" in told.claims[3].numbers
-    assert set(told.figures) == {"by_size", "corruptions", "hessian", "planes"}
-    assert all(f"(smoothing/{name}.svg)" in told.text for name in told.figures)
+    assert "fewest draws: 50" in made.claims[7].numbers and "0.2100 with 50 draws" in made.claims[0].numbers
+    assert "single network 10.00 %, single network + Smooth 9.00 %" in made.claims[3].numbers
+    assert set(made.figures) == {"by_size", "corruptions", "hessian", "planes"}
+    assert all(f"(smoothing/{name}.svg)" in made.text for name in made.figures)
     assert (
-        "| MC dropout | 0.210 ± 0.014 | 90.0 ± 0.0 | 2.00 ± 0.00 | 0.105 ± 0.007 | 0.157 | 95.2 | 1.14 |" in told.text
+        "| MC dropout | 0.210 ± 0.014 | 90.0 ± 0.0 | 2.00 ± 0.00 | 0.105 ± 0.007 | 0.157 | 95.2 | 1.14 |" in made.text
     )
-    assert "| single network + Smooth | – | – | – | – | 0.376 | 93.2 | 5.49 |" in told.text
-    assert "| single network | 50.0 | 50.0 / 60.0 | 50.0 / 80.0 | 28.3 / 62.9 | 7.5 / 90.1 |" in told.text
-    assert all(len(figure.data) for figure in told.figures.values())
+    assert "| single network + Smooth | – | – | – | – | 0.376 | 93.2 | 5.49 |" in made.text
+    assert "| single network | 50.0 | 50.0 / 60.0 | 50.0 / 80.0 | 28.3 / 62.9 | 7.5 / 90.1 |" in made.text
+    assert all(len(figure.data) for figure in made.figures.values())
 
 
-def test_a_section_of_nothing(tmp_path):
-    told = section(*(Raw(tmp_path / name) for name in "abc"))
-    assert {claim.holds for claim in told.claims} == {None} and not told.figures
+def test_the_section_works_without_results(tmp_path):
+    made = section(*(Raw(tmp_path / name) for name in "abc"))
+    assert {claim.holds for claim in made.claims} == {None} and not made.figures
 
 
 # -- all of it ---------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from recipes import variance_attacks as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_attacks as report
 from recipes.report.raw import Raw
-from tests.recipes.noise import noise
-from tests.recipes.recipe_cases import raw_of, smoke, with_data
+from tests.recipes.recipe_cases import noise, raw_of, smoke, with_data
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_the_variance_layers_are_the_last_three_convolutions_and_the_first_dense
     assert order[-6:] == ["features.36", *convolutions[-3:], "classifier.0", "classifier.4"]  # none in between
 
 
-def test_a_network_of_pixels_says_what_the_network_says_of_standardised_images(data: Data) -> None:
+def test_a_network_of_pixels_standardises_images(data: Data) -> None:
     network = recipe.plain(4).network.eval()
     x = data.scaled(data.test.x)
     of_pixels = recipe.of_pixels(network, data)
@@ -67,9 +66,9 @@ def test_an_attack_in_batches_moves_pixels_towards_the_targets(data: Data) -> No
     assert found.keys() == again.keys() and all(found[name] == pytest.approx(again[name], abs=2e-5) for name in found)
 
 
-def test_an_ensemble_of_networks_that_are_not_there_names_the_piece_to_do(tmp_path: Path) -> None:
+def test_an_ensemble_of_missing_networks_names_the_piece_to_run(tmp_path: Path) -> None:
     work = Recipe(report.NAME, None, {"variance_ensemble": recipe.PIECES["variance_ensemble"]})
-    with pytest.raises(ValueError, match=r"no network .*variance-0.safetensors': run the piece variance-0 first"):
+    with pytest.raises(ValueError, match=r"variance-0.safetensors' is missing: run the piece variance-0 first"):
         work.run(["--data-root", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"])
 
 
@@ -95,14 +94,14 @@ def results() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def test_the_page_says_what_is_missing_and_claims_nothing_of_it(tmp_path: Path) -> None:
+def test_the_page_works_without_some_pieces(tmp_path: Path) -> None:
     section = report.section(Raw(tmp_path))
     assert "| variance | 91.3 | – | 10.0 | – | 93.4 | – |" in section.text
     assert {claim.holds for claim in section.claims} == {None} and not section.figures
 
 
 @pytest.mark.parametrize(("steps", "rate", "memory"), [(400, 0.01, 0.999), (400, 0.05, 0.99), (300, 0.2, 0.9)])
-def test_the_divergence_alone_takes_alpha_where_torch_does(steps: int, rate: float, memory: float) -> None:
+def test_alpha_under_the_divergence_equals_adam_of_torch(steps: int, rate: float, memory: float) -> None:
     log_alpha = nn.Parameter(torch.tensor(report.START, dtype=torch.float64))
     optimizer = torch.optim.Adam([log_alpha], lr=rate, betas=(0.9, memory))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

@@ -17,8 +17,7 @@ from recipes import variance_mnist as recipe
 from recipes.recipe import Recipe
 from recipes.report import variance_mnist as report
 from recipes.report.raw import Raw
-from tests.recipes.noise import noise
-from tests.recipes.recipe_cases import raw_of, smoke, with_data
+from tests.recipes.recipe_cases import noise, raw_of, smoke, with_data
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def data() -> Data:
 # -- networks and their training ---------------------------------------------------------------------------
 
 
-def test_networks_are_looked_at_more_often_in_the_beginning_and_in_the_end() -> None:
+def test_measurements_are_denser_at_the_start_and_the_end() -> None:
     for epochs, records in ((1, 1), (2, 20), (100, 20)):
         at = sorted(recipe.record_epochs(epochs, records))
         assert at[0] >= 1 and at[-1] == epochs and len(at) <= records
@@ -47,7 +46,7 @@ def test_networks_are_looked_at_more_often_in_the_beginning_and_in_the_end() -> 
         ("zero", {}),
     ],
 )
-def test_what_says_how_weights_spread_learns_at_a_rate_of_its_own(
+def test_parameters_of_the_variance_have_their_own_learning_rate(
     parameterization: str, rates: dict[str, float]
 ) -> None:
     net = recipe.variance(parameterization)
@@ -148,7 +147,7 @@ def phase_result() -> dict[str, Any]:
     return result(0.1, 0.99, -600.0) | more
 
 
-def test_the_page_says_what_is_missing_and_claims_nothing_of_it(tmp_path: Path) -> None:
+def test_the_page_works_without_some_pieces(tmp_path: Path) -> None:
     section = report.section(Raw(tmp_path))
     assert "| layer-wise | -5.9e+02 | – | 11.3 | – |" in section.text
     assert {claim.holds for claim in section.claims} == {None} and not section.figures

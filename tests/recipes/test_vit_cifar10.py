@@ -1,4 +1,4 @@
-"""The recipe for a vision transformer, and what its page says."""
+"""The recipe for a vision transformer, and its section."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made_up() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_packed_has_half_the_heads_and_all_have_the_members_that_they_say() -> None:
+def test_networks_have_their_members_and_packed_has_half_the_heads() -> None:
     nets = {name: recipe.convert(name, SCALE) for name in ("deep", "packed", "heads")}
     assert [net.members for net in nets.values()] == [recipe.MEMBERS, recipe.MEMBERS, recipe.HEADS]
     packed = nets["packed"].member(0).blocks[0]
@@ -63,13 +63,13 @@ def test_the_page_gives_means_over_the_members_and_the_prices(tmp_path: Path) ->
     ("piece", "worse", "index"),
     [("packed", scores(0.84, 0.4), 0), ("packed", scores(0.9, 0.56), 0), ("deep", scores(0.9, 0.3, 0.06), 1)],
 )
-def test_a_claim_fails_where_one_of_its_numbers_does(tmp_path: Path, piece: str, worse: Any, index: int) -> None:
+def test_a_claim_fails_if_one_of_its_numbers_fails(tmp_path: Path, piece: str, worse: Any, index: int) -> None:
     results = made_up()
     results[piece]["scores"] = worse
     assert report.section(raw_of(tmp_path / "vit", results)).claims[index].holds is False
 
 
-def test_what_was_not_measured_is_told_so(tmp_path: Path) -> None:
+def test_claims_without_results_are_not_measured(tmp_path: Path) -> None:
     results = {"deep": made_up()["deep"]}
     made = report.section(raw_of(tmp_path / "vit", results))
     assert [claim.holds for claim in made.claims] == [None] * 3 and "| single network |" not in made.text

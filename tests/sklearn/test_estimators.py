@@ -1,4 +1,4 @@
-"""The estimators: tables of every kind, any network, any method, weights, files, and what is wrong with an input."""
+"""The estimators: tables, networks, methods, weights, files and wrong arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.sklearn.sklearn_cases import blobs, classifier, line, regressor, smal
 
 
 def table(rows: int = 240) -> tuple[dict[str, Any], Any]:
-    """Columns of every kind, some values missing, and a target that text, number and date each tell a part of."""
+    """Columns of every kind with missing values, and a target that depends on all of them."""
     random = np.random.default_rng(0)
     number = random.normal(size=rows)
     colour = random.choice(["red", "green", "blue"], rows)
@@ -35,7 +35,7 @@ def table(rows: int = 240) -> tuple[dict[str, Any], Any]:
     return {"number": number, "colour": colour, "day": day.astype("datetime64[ns]"), "flag": flag}, y
 
 
-def test_a_frame_of_pandas_has_columns_of_every_kind() -> None:
+def test_a_pandas_frame_may_have_columns_of_every_kind() -> None:
     pd = pytest.importorskip("pandas")
     columns, y = table()
     frame = pd.DataFrame(columns)
@@ -45,7 +45,7 @@ def test_a_frame_of_pandas_has_columns_of_every_kind() -> None:
     assert model.model_.encoder.names[:7] == names
     assert list(model.feature_names_in_) == ["number", "colour", "day", "flag"] and model.n_features_in_ == 4
     assert model.score(frame, y) > 0.8
-    assert np.isfinite(model.predict(frame.assign(colour="violet"))).all()  # a category that was never seen
+    assert np.isfinite(model.predict(frame.assign(colour="violet"))).all()  # an unknown category
 
 
 def test_frames_of_pandas_polars_and_arrow_give_the_same_predictions() -> None:
@@ -62,7 +62,7 @@ def test_frames_of_pandas_polars_and_arrow_give_the_same_predictions() -> None:
         assert np.array_equal(regressor(epochs=2).fit(other, y).predict(other), want)
 
 
-def test_what_is_left_out_of_a_frame_is_told_once() -> None:
+def test_a_warning_lists_dropped_columns() -> None:
     pd = pytest.importorskip("pandas")
     X, y = line(60)
     frame = pd.DataFrame({"a": X[:, 0], "customer_id": np.arange(60) + 7, "same": 1.0})
@@ -79,7 +79,7 @@ def test_whole_numbers_of_a_categorical_column_are_categories() -> None:
     assert model.score(frame, frame["code"].astype(str)) == 1.0
 
 
-def test_arrays_are_read_as_numbers_whatever_they_look_like() -> None:
+def test_columns_of_arrays_are_numbers() -> None:
     X, y = line(80)
     whole = np.column_stack([np.arange(80), np.ones(80), X])  # row numbers and a constant
     model = regressor().fit(whole, y)
@@ -90,7 +90,7 @@ def test_arrays_are_read_as_numbers_whatever_they_look_like() -> None:
     assert np.array_equal(regressor().fit(torch.tensor(whole), y).predict(torch.tensor(whole)), model.predict(whole))
 
 
-def test_a_column_without_values_is_as_if_it_were_not_there() -> None:
+def test_a_column_without_values_is_ignored() -> None:
     X, y = line(80)
     empty = np.column_stack([np.full(80, np.nan), X])
     assert np.array_equal(regressor().fit(empty, y).predict(empty), regressor().fit(X, y).predict(X))
@@ -109,16 +109,16 @@ def test_any_method_trains_and_predicts(name: str) -> None:
     assert np.allclose(model.predict_proba(X).sum(1), 1)
 
 
-def test_adapters_need_a_network_that_was_trained_before() -> None:
+def test_adapters_require_a_trained_network() -> None:
     X, y = blobs(120)
-    with pytest.raises(ValueError, match="method 'lora' is for networks that were trained before: pass one as module="):
+    with pytest.raises(ValueError, match="method 'lora' requires a trained network: pass it as module="):
         classifier(method="lora").fit(X, y)
     adapted = classifier(method="lora", module=Wide(3, 3), settings={"rank": 2}, epochs=2).fit(X, y)
     assert np.allclose(adapted.predict_proba(X).sum(1), 1)
 
 
 class Wide(nn.Module):
-    """A network of the user's own."""
+    """A custom network."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ def test_a_module_may_be_a_class_a_function_or_a_network(module: Any) -> None:
 
 
 class InFloat32(Wide):
-    """One whose own code computes in float32."""
+    """A network that requires float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x @ torch.eye(x.shape[1]))
 
 
-def test_predictions_do_not_depend_on_the_rows_beside_where_a_network_computes_in_float64() -> None:
+def test_predictions_do_not_depend_on_other_rows() -> None:
     X, y = line()
     model = regressor(module=Wide).fit(X, y)
     assert np.allclose(np.concatenate([model.predict(row[None]) for row in X[:20]]), model.predict(X)[:20], rtol=1e-12)
@@ -161,24 +161,20 @@ def test_several_targets_are_learned_together() -> None:
     assert [part.shape for part in model.predict_interval(X)] == [(200, 2)] * 2
     assert model.predict_quantiles(X).shape == (200, 3, 2)
     assert model.uncertainty(X)["total"].shape == (200, 2)
-
-
-def test_a_column_of_targets_is_one_target() -> None:
-    X, y = line(60)
-    assert regressor().fit(X, y[:, None]).predict(X).shape == (60,)
+    assert regressor(epochs=1).fit(X, y[:, None]).predict(X).shape == (200,)
 
 
 def test_the_parts_of_the_uncertainty_add_up() -> None:
     X, y = line(60)
-    for model in (regressor(members=4).fit(X, y), classifier(members=4).fit(X, y > 5)):
+    numbers, classes = regressor(members=4).fit(X, y), classifier(members=4).fit(X, y > 5)
+    for model in (numbers, classes):
         found = model.uncertainty(X)
         assert np.allclose(found["total"], found["aleatoric"] + found["epistemic"], rtol=1e-4, atol=1e-6)
         assert (found["epistemic"] >= 0).all()
-    _, std = regressor(members=4).fit(X, y).predict(X, return_std=True)
-    assert np.allclose(std**2, regressor(members=4).fit(X, y).uncertainty(X)["total"], rtol=1e-5)
+    assert np.allclose(numbers.predict(X, return_std=True)[1] ** 2, numbers.uncertainty(X)["total"], rtol=1e-5)
 
 
-def test_targets_of_any_unit_give_the_same_predictions_in_theirs() -> None:
+def test_predictions_scale_with_the_targets() -> None:
     X, y = line(80)
     mean, std = regressor().fit(X, y).predict(X, return_std=True)
     mean_2, std_2 = regressor().fit(X, 1e6 + 1000 * y).predict(X, return_std=True)
@@ -188,7 +184,7 @@ def test_targets_of_any_unit_give_the_same_predictions_in_theirs() -> None:
 # -- rows --------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_weight_zero_are_not_there() -> None:
+def test_rows_with_weight_zero_are_ignored() -> None:
     X, y = blobs(120)
     weight = np.ones(120)
     weight[60:] = 0
@@ -198,7 +194,7 @@ def test_rows_of_weight_zero_are_not_there() -> None:
     )
 
 
-def test_weights_decide_where_rows_contradict_each_other() -> None:
+def test_weights_decide_between_contradicting_rows() -> None:
     X = np.zeros((200, 1))
     X[::2] = 1.0
     y = np.arange(200) // 2 % 2  # half of each
@@ -208,7 +204,7 @@ def test_weights_decide_where_rows_contradict_each_other() -> None:
     assert np.allclose(balanced.predict_proba([[0.0], [1.0]])[:, 1], 0.75, atol=0.1)
 
 
-def test_a_seed_gives_the_same_model_again_and_leaves_random_states_alone() -> None:
+def test_a_seed_repeats_the_model_and_keeps_random_states() -> None:
     X, y = line(60)
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -218,16 +214,16 @@ def test_a_seed_gives_the_same_model_again_and_leaves_random_states_alone() -> N
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_folds_leave_each_row_out_once_and_keep_the_shares_of_classes() -> None:
+def test_folds_hold_out_each_row_once_stratified_by_class() -> None:
     groups = torch.tensor([0] * 20 + [1] * 10)
-    parts = regressor(folds=5)._divided(groups, 0)
+    parts = regressor(folds=5)._split(groups, 0)
     assert torch.cat([held for _, held in parts]).sort().values.tolist() == list(range(30))
     assert all(groups[held].bincount().tolist() == [4, 2] for _, held in parts)
     assert all(sorted([*train.tolist(), *held.tolist()]) == list(range(30)) for train, held in parts)
 
 
 @pytest.mark.slow
-def test_folds_side_by_side_are_those_one_after_the_other() -> None:
+def test_folds_in_parallel_equal_folds_in_sequence() -> None:
     X, y = line(90)
     one = regressor(folds=3).fit(X, y)
     two = regressor(folds=3, n_jobs=2).fit(X, y)
@@ -235,14 +231,14 @@ def test_folds_side_by_side_are_those_one_after_the_other() -> None:
     assert len(one.history_) == 3 and one.n_iter_ == max(map(len, one.history_))
 
 
-def test_a_class_of_one_row_is_never_held_out() -> None:
+def test_the_only_row_of_a_class_is_not_held_out() -> None:
     X, y = blobs(40)
     y = np.append(y[:-1], "rare")
-    for seed in range(5):
+    for seed in range(2):
         assert "rare" in classifier(random_state=seed, epochs=1).fit(X, y).classes_
 
 
-def test_batches_hold_every_row_once_and_none_alone() -> None:
+def test_batches_contain_every_row_once_but_no_single_row() -> None:
     rows = TensorDataset(torch.arange(33.0)[:, None], torch.arange(33))
     batches = RowBatches(rows, 16, seed=0)
     first, second = ([y.tolist() for _, y in batches] for _ in range(2))
@@ -266,19 +262,21 @@ def test_a_saved_estimator_predicts_the_same(method: str, tmp_path: Path) -> Non
     assert loaded.history_ == model.history_ and loaded.n_features_in_ == 3
 
 
-def test_a_saved_classifier_has_its_columns_classes_and_weights(tmp_path: Path) -> None:
+def test_a_saved_classifier_keeps_columns_classes_and_weights(tmp_path: Path) -> None:
     pd = pytest.importorskip("pandas")
     columns, y = table()
     frame = pd.DataFrame(columns)
     model = classifier(class_weight={1: 2.0, 3: 1.0}, folds=2).fit(frame, np.where(y > 1, 3, 1))
-    loaded = MultitudeClassifier.load(model.save(tmp_path / "model.safetensors"))  # of torch's own layers
+    loaded = MultitudeClassifier.load(
+        model.save(tmp_path / "model.safetensors")
+    )  # without module=: the layers are those of torch
     assert loaded.class_weight == {1: 2.0, 3: 1.0} and list(loaded.classes_) == [1, 3]
     assert loaded.classes_.dtype == model.classes_.dtype
     assert np.array_equal(loaded.predict_proba(frame), model.predict_proba(frame))
     assert np.array_equal(loaded.predict_set(frame, 0.9), model.predict_set(frame, 0.9))
 
 
-def test_files_that_are_damaged_or_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     X, y = line(40)
     model = regressor(module=Wide).fit(X, y)
     path = model.save(tmp_path / "model.safetensors")
@@ -293,7 +291,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_refused(tmp_path: Path) -
         MultitudeRegressor.load(path, module=Wide)
 
 
-# -- what is wrong with an input ---------------------------------------------------------------------------
+# -- wrong arguments -------------------------------------------------------------------------------------
 
 X, Y = line(40)
 LABELS = blobs(40)[1]
@@ -305,23 +303,21 @@ LABELS = blobs(40)[1]
         ({"method": "nope"}, "method must be one of single, deep, .*, got 'nope'"),
         ({"method": "smooth"}, "method 'smooth' smooths feature maps"),
         ({"method": "single", "members": 3}, "method 'single' has no setting 'members'"),
-        ({"settings": {"colour": 1}}, "has no setting 'colour'"),
-        ({"module": 3}, "module must be an nn.Module, or make one of (inputs, outputs), got 3"),
-        ({"module": nn.Linear(3, 5)}, "module must give 2 outputs for each row, got predictions of shape [8, 5]"),
-        ({"module": nn.Linear(7, 2)}, "module must take rows of 3 features"),
-        ({"module": lambda inputs: None}, "module must make a network of (inputs=3, outputs=2)"),
-        ({"module": lambda inputs, outputs: None}, "module must give an nn.Module, got NoneType"),
+        ({"module": 3}, "module must be an nn.Module, or build one from (inputs, outputs), got 3"),
+        ({"module": nn.Linear(3, 5)}, "module must return 2 outputs per row, got predictions of shape [8, 5]"),
+        ({"module": nn.Linear(7, 2)}, "module must accept rows of 3 features"),
+        ({"module": lambda inputs: None}, "module must build a network from (inputs=3, outputs=2)"),
+        ({"module": lambda inputs, outputs: None}, "module must return an nn.Module, got NoneType"),
         ({"epochs": 0}, "epochs must be a whole number, 1 or more, got 0"),
-        ({"patience": -1}, "patience must be a whole number, 1 or more, got -1"),
         ({"batch_size": "big"}, "batch_size must be a whole number, 1 or more, got 'big'"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"validation": 1.5}, "validation must be above 0 and below 1, got 1.5"),
-        ({"folds": 1}, "folds must be a whole number from 2 to the 40 rows, got 1"),
+        ({"folds": 1}, "folds must be a whole number from 2 to the number of rows, 40, got 1"),
         ({"device": "abacus"}, "device must be auto, cpu, cuda or another name that torch knows, got 'abacus'"),
         ({"quantiles": (0.9, 0.1)}, "quantiles must be levels in rising order"),
     ],
 )
-def test_a_wrong_argument_is_told_when_fitting(changes: dict[str, Any], message: str) -> None:
+def test_fit_names_a_wrong_argument(changes: dict[str, Any], message: str) -> None:
     model = regressor(**changes)
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         model.fit(X, Y)
@@ -336,30 +332,30 @@ def test_a_wrong_argument_is_told_when_fitting(changes: dict[str, Any], message:
         ((np.full_like(X, np.nan), Y), "X must hold numbers, got NaN in all training rows"),
         ((X, Y[:-1]), "inconsistent numbers of samples"),
         ((X[:1], Y[:1]), "1 sample"),
-        ((np.array([["a", "b"]] * 40), Y), "X must hold numbers, or be a frame with named columns, got texts"),
+        ((np.array([["a", "b"]] * 40), Y), "X must hold numbers or be a frame with named columns, got texts"),
         ((X, Y, -np.ones(40)), "sample_weight must be 0 or more, got -1 in row 0"),
         ((X, Y, np.zeros(40)), "Sample weights must contain at least one non-zero number"),
         ((X, Y, np.ones(3)), "sample_weight"),
     ],
 )
-def test_wrong_rows_are_told_when_fitting(arguments: tuple[Any, ...], message: str) -> None:
+def test_fit_names_wrong_rows(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         regressor().fit(*arguments)
 
 
-def test_a_classifier_needs_two_classes() -> None:
-    with pytest.raises(ValueError, match="y must hold 2 classes or more, got one class alone: 'low'"):
+def test_a_classifier_requires_two_classes() -> None:
+    with pytest.raises(ValueError, match="y must hold 2 or more classes, got only 'low'"):
         classifier().fit(X, ["low"] * 40)
-    with pytest.raises(ValueError, match="got one class alone: 'low'"):
+    with pytest.raises(ValueError, match="got only 'low'"):
         classifier().fit(X, ["low"] * 20 + ["high"] * 20, [1] * 20 + [0] * 20)
 
 
-def test_quantiles_are_of_one_target() -> None:
-    with pytest.raises(ValueError, match=r"quantiles=\(0.1, 0.9\) are of one target, got y with 2 columns"):
+def test_quantiles_require_one_target() -> None:
+    with pytest.raises(ValueError, match=r"quantiles=\(0.1, 0.9\) require one target, got y with 2 columns"):
         regressor(quantiles=(0.1, 0.9)).fit(X, np.column_stack([Y, Y]))
 
 
-def test_rows_to_predict_must_be_like_those_of_training() -> None:
+def test_predict_names_rows_unlike_those_of_training() -> None:
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame(X, columns=["a", "b", "c"])
     model = regressor().fit(frame, Y)
@@ -368,8 +364,8 @@ def test_rows_to_predict_must_be_like_those_of_training() -> None:
         (frame.rename(columns={"a": "z"}), "feature names should match"),
         (frame.assign(a="red"), "column 'a' of X must hold numbers, as in training, got 'red'"),
         (frame.assign(b=np.inf), "column 'b' of X must hold finite numbers or NaN, got infinity in row 0"),
-        (frame.iloc[:0], "X must hold 1 rows or more, got n_samples = 0"),
-        (pd.concat([frame, frame[["a"]]], axis=1), "columns of different names, got 'a' twice"),
+        (frame.iloc[:0], "X must have 1 or more rows, got n_samples = 0"),
+        (pd.concat([frame, frame[["a"]]], axis=1), "unique column names, got 'a' twice"),
     ]
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -380,9 +376,8 @@ def test_rows_to_predict_must_be_like_those_of_training() -> None:
         model.predict(pytest.importorskip("polars").from_pandas(frame).lazy())
 
 
-@pytest.mark.parametrize("level", [0, 1, 1.5, "high"])
-def test_a_level_lies_between_0_and_1(level: Any) -> None:
-    with pytest.raises(ValueError, match=f"level must be above 0 and below 1, got {level!r}"):
-        regressor(epochs=1).fit(X, Y).predict_interval(X, level)
-    with pytest.raises(ValueError, match=f"level must be above 0 and below 1, got {level!r}"):
-        classifier(epochs=1).fit(X, LABELS).predict_set(X, level)
+def test_a_level_must_be_between_0_and_1() -> None:
+    numbers, classes = regressor(epochs=1).fit(X, Y), classifier(epochs=1).fit(X, LABELS)
+    for level, predict in [(0, numbers.predict_interval), (1, classes.predict_set), ("high", numbers.predict_interval)]:
+        with pytest.raises(ValueError, match=f"level must be above 0 and below 1, got {level!r}"):
+            predict(X, level)

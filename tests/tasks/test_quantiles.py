@@ -10,7 +10,7 @@ from sklearn.metrics import mean_pinball_loss
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.landscape.weight_space.weight_loss import Objective
+from multitudes.landscape.weight_space.weight_loss import WeightLoss
 from multitudes.tasks.quantiles import default_levels, pinball
 
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -178,5 +178,5 @@ def test_a_network_may_have_layers_of_the_same_names() -> None:
     want = sum(pinball(net.member(i)(x), y, (0.1, 0.5, 0.9)) for i in range(2))
     torch.testing.assert_close(net.loss(x, y), want)
     assert net.predict(x).quantiles == (0.1, 0.5, 0.9)
-    objective = Objective(net, (x, y))
+    objective = WeightLoss(net, (x, y))
     assert objective.value(objective.start).item() == pytest.approx(want.item(), rel=1e-5)

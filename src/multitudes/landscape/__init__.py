@@ -1,9 +1,8 @@
-"""Analyses of trained networks: in weight space, in function space, and of their feature maps.
+"""Analyses of trained networks in weight space, in function space, and of their feature maps.
 
-Loss planes and paths, similarity and maps of functions, curvature and sharpness, uncertainty and spectra of feature
-maps, and `explain`, which combines the main ones on one page. Results are dataclasses of CPU tensors with `.plot()`.
-Imports `ensemble`, `surgery`, `methods`, `training`, `metrics`, `shift` and `evaluation`. A new analysis is a module
-with one result class and one function, exported here.
+`explain` combines the main ones on one page. Results are dataclasses of CPU tensors with a method `plot`. To add an
+analysis, write a module with a result class and a function, and export both here. Imports `ensemble`, `surgery`,
+`methods`, `training`, `metrics`, `shift` and `evaluation`.
 """
 
 from multitudes.landscape.accuracy_diversity import DiversityPlane, diversity_plane

@@ -1,14 +1,11 @@
-"""The diversity-accuracy plane: how much a solution differs from another, given its accuracy.
+"""The diversity-accuracy plane: disagreement of solutions with a reference, given their accuracy.
 
-Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D. A
-reference solution f* has accuracy a*, and another one f has accuracy a. d is the fraction of inputs on which their
-labels differ, and `d / (1 - a)` is the normalised diversity. With C classes, independent labels differ by
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4.3 and appendix D.
+The reference f* has accuracy a*, another solution f has accuracy a. d is the fraction of inputs on which their labels
+differ, and `d / (1 - a)` is the normalised diversity. With C classes, the disagreement has the limits
 
-    upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)
-
-and labels of f* that flip to a random other class, each with the same probability, differ by
-
-    lower    (C - 1)(a* - a) / (C a* - 1).
+    upper    (1 - a*) a + (1 - a) a* + (1 - a*)(1 - a)(C - 2) / (C - 1)     f has independent labels
+    lower    (C - 1)(a* - a) / (C a* - 1)                                   f flips labels of f* at random.
 
 If correct labels flip with probability p, and wrong ones with probability p^e,
 
@@ -35,7 +32,7 @@ from multitudes.metrics.class_inputs import read_rows
 
 
 def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
-    """Return the disagreement of labels independent of the reference's, in the shape of `accuracy` (appendix D.1).
+    """Return the disagreement of independent labels, in the shape of `accuracy` (appendix D.1).
 
     >>> upper_limit(torch.tensor([0.5, 1.0]), reference=0.5, classes=2)
     tensor([0.5000, 0.5000])
@@ -46,9 +43,9 @@ def upper_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
 
 
 def lower_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
-    """Return the disagreement of the reference's own perturbed labels, in the shape of `accuracy` (appendix D.2).
+    """Return the disagreement of randomly flipped labels of the reference, in the shape of `accuracy` (appendix D.2).
 
-    Such labels are less accurate than the reference. Above its accuracy there is no limit, and the result is 0.
+    The limit is 0 above the accuracy of the reference.
 
     >>> lower_limit(torch.tensor([0.4, 0.8, 0.9]), reference=0.8, classes=5)
     tensor([0.5333, 0.0000, 0.0000])
@@ -58,10 +55,9 @@ def lower_limit(accuracy: Tensor, reference: float, classes: int) -> Tensor:
 
 
 def family(flips: Tensor, exponent: float, reference: float, classes: int) -> tuple[Tensor, Tensor]:
-    """Return accuracy and disagreement if correct labels flip with probability `flips`, wrong with `flips**exponent`.
+    """Return accuracy and disagreement for flip probabilities, each in the shape of `flips` (appendix D.3).
 
-    Both have the shape of `flips` (appendix D.3).
-
+    Correct labels flip with probability `flips`, wrong ones with `flips**exponent`.
     >>> family(torch.tensor([0.0, 0.25]), exponent=0.5, reference=0.8, classes=5)
     (tensor([0.8000, 0.6250]), tensor([0.0000, 0.3000]))
     """
@@ -72,7 +68,7 @@ def family(flips: Tensor, exponent: float, reference: float, classes: int) -> tu
 
 
 def normalised(disagreement: Tensor, accuracy: Tensor) -> Tensor:
-    """Return `d / (1 - a)`, for the accuracy of the solution, not of the reference; 0 for equal labels at any a.
+    """Return `d / (1 - a)` for the accuracy a of the solution; 0 if the labels are equal.
 
     >>> normalised(torch.tensor([0.0, 0.1, 0.1]), torch.tensor([1.0, 0.8, 1.0]))
     tensor([0.0000, 0.5000,    inf])
@@ -81,7 +77,6 @@ def normalised(disagreement: Tensor, accuracy: Tensor) -> Tensor:
 
 
 def _accuracy_and_disagreement(right: Tensor, wrong: Tensor, reference: float, classes: int) -> tuple[Tensor, Tensor]:
-    """Return accuracy and disagreement for given flip probabilities of right and wrong labels."""
     accuracy = reference * (1 - right) + (1 - reference) * wrong / (classes - 1)
     return accuracy, reference * right + (1 - reference) * wrong
 
@@ -91,26 +86,23 @@ def _check_plane(reference: float, classes: int, above_chance: bool = False) -> 
         raise ValueError(f"classes must be 2 or more, got {classes}")
     check_number("reference", reference, 0, high=1)
     if above_chance and reference * classes <= 1:
-        raise ValueError(f"reference must be an accuracy above chance, 1/{classes}, got {reference!r}")
+        raise ValueError(f"reference must be an accuracy above chance (1/{classes}), got {reference!r}")
 
 
 # -- the fit -----------------------------------------------------------------------------------------------
 
 
 def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, classes: int) -> float:
-    """Fit the exponent e, from 0.01 to 100, whose curve is nearest to solutions `[S]` in least squares (Fig. S6).
-
-    Distances are in the plane, since both accuracy and disagreement are measured.
-
+    """Fit the exponent e in [0.01, 100] to solutions `[S]`, by least squares of distances in the plane (Fig. S6).
     >>> a, d = family(torch.linspace(0.01, 0.5, 20), exponent=0.22, reference=0.7, classes=10)
     >>> round(fit_exponent(a, d, reference=0.7, classes=10), 3)
     0.22
     """
     _check_plane(reference, classes)
     if reference == 1:
-        raise ValueError("reference must be below 1: without wrong labels there is no exponent to fit")
+        raise ValueError("reference must be below 1: the exponent describes how wrong labels flip")
     if not bool(disagreement.any()):
-        raise ValueError("disagreement must be above 0 for some solution: the reference itself lies on every curve")
+        raise ValueError("disagreement must be above 0 for some solution: the reference lies on every curve")
     points = torch.stack([accuracy, disagreement], 1).double()
     low, high = -2.0, 2.0  # powers of ten
     while high - low > 1e-5:
@@ -122,9 +114,9 @@ def fit_exponent(accuracy: Tensor, disagreement: Tensor, reference: float, class
 
 
 def _distance(points: Tensor, exponent: float, reference: float, classes: int) -> float:
-    """Return the sum of squared distances from points `[S, 2]` to the curve of an exponent."""
+    """Return the sum of squared distances of points `[S, 2]` to the curve of an exponent."""
     steps = torch.linspace(0, 1, 513, dtype=torch.float64, device=points.device)
-    # Space the larger probability evenly from 0 to 1, so that no segment of the curve is long.
+    # Evenly space the larger probability, so that no segment of the curve is long.
     right, wrong = (steps ** (1 / exponent), steps) if exponent < 1 else (steps, steps**exponent)
     curve = torch.stack(_accuracy_and_disagreement(right, wrong, reference, classes), 1)
     start, step = curve[:-1], curve.diff(dim=0)
@@ -138,7 +130,7 @@ def _distance(points: Tensor, exponent: float, reference: float, classes: int) -
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DiversityPlane(Labelled):
-    """S solutions by accuracy and disagreement with a reference solution; `[S]`, float64, on the CPU."""
+    """Accuracy of S solutions and disagreement with a reference, `[S]` each, float64 on the CPU."""
 
     accuracy: Tensor
     disagreement: Tensor
@@ -147,15 +139,15 @@ class DiversityPlane(Labelled):
     reference_accuracy: float
     classes: int
     exponents: Mapping[str, float]
-    """Best-fitting exponent e for the solutions of the reference's run, by kind."""
+    """Fitted exponent e of each kind of solutions in the run of the reference."""
 
     @property
     def diversity(self) -> Tensor:
-        """Normalised diversity, `disagreement / (1 - accuracy)`."""
+        """Normalised diversity `disagreement / (1 - accuracy)`."""
         return normalised(self.disagreement, self.accuracy)
 
     def limits(self, points: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-        """Return accuracies from chance to the best solution's, and lower and upper limits of normalised diversity."""
+        """Return accuracies from chance to the best, and lower and upper limits of normalised diversity."""
         check_count("points", points)
         best = min(float(self.accuracy.max()), 1 - 1e-6)
         accuracy = torch.linspace(1 / self.classes, best, points, dtype=torch.float64)
@@ -207,19 +199,22 @@ def diversity_plane(
     """Compute accuracy of solutions and their diversity to a reference, with limits and fits (Fig. 6, 7, S6).
 
     Args:
-        solutions: see `read_solutions`; independent runs, and for one of them its checkpoints and subspaces.
-        data: inputs and classes, `(x, y)` or batches of them.
-        reference: label of the reference solution; by default the last solution of the first run's first kind,
-            for example its last checkpoint.
-        model, draws, seed: see `read_solutions`.
+        solutions: See `read_solutions`. Typically independent runs, and checkpoints and subspaces of the first one.
+        data: Inputs and classes, `(x, y)` or batches of them.
+        reference: Label of the reference. Default: the last solution of the first kind in the first run, for example
+            its last checkpoint.
+        model, draws, seed: See `read_solutions`.
 
-    >>> nets = {"ref": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)}
-    >>> for net, weight in zip(nets.values(), ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.9, 0.0]]), strict=True):
-    ...     _ = net.weight.data.copy_(torch.tensor(weight))
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.5], [0.5, 1.0]])
-    >>> plane = diversity_plane(nets, (x, torch.tensor([0, 1, 0, 0])))
-    >>> plane.accuracy.tolist(), plane.disagreement.tolist(), plane.diversity.tolist()
-    ([0.75, 0.75], [0.0, 0.5], [0.0, 2.0])
+    Returns:
+        Accuracy and disagreement of each solution; limits, fits and `plot()`.
+    Example:
+        >>> nets = {"ref": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)}
+        >>> for net, weight in zip(nets.values(), ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.9, 0.0]]), strict=True):
+        ...     _ = net.weight.data.copy_(torch.tensor(weight))
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.5], [0.5, 1.0]])
+        >>> plane = diversity_plane(nets, (x, torch.tensor([0, 1, 0, 0])))
+        >>> plane.accuracy.tolist(), plane.disagreement.tolist(), plane.diversity.tolist()
+        ([0.75, 0.75], [0.0, 0.5], [0.0, 2.0])
     """
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     rows = read_rows(read.predictive, read.classes())

@@ -1,4 +1,4 @@
-"""Cache of points' scores in a folder, so that an interrupted call can continue: `Cache`."""
+"""Cache of scores in a folder, from which an interrupted call resumes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ENTRY, WHAT = "multitudes.scores", "a cache of scores"
 
 
 class Cache:
-    """Rows of C scores for each of K points of L landscapes, in memory and, given a folder, in a file.
+    """Scores `[L, K, C]` of K points in L landscapes, in memory and optionally in a file.
 
-    The file name is a fingerprint of the call's arguments. The file is written atomically inside `with`, every few
-    seconds and at the end, also after an error or an interrupt.
+    The file name contains a fingerprint of the arguments of the call. Inside `with`, the file is written atomically
+    every few seconds, and at the end also after an error or interrupt.
 
     >>> with Cache((1, 5, 2)) as cache:
     ...     cache.add(0, torch.tensor([3, 4]), torch.tensor([[0.5, 1.0], [0.7, 0.5]]).double())
@@ -45,11 +45,11 @@ class Cache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path is not None and self.path.exists():
             with suppress(DamagedError):  # a damaged file is computed again
-                held, _ = read_tensors(self.path, ENTRY, WHAT)
-                self.table, self.done = held["table"], held["done"]
+                saved, _ = read_tensors(self.path, ENTRY, WHAT)
+                self.table, self.done = saved["table"], saved["done"]
 
     def missing(self, landscape: int, at_once: int) -> list[Tensor]:
-        """Return the points of a landscape without scores, in parts of at most `at_once`."""
+        """Return the points of a landscape without scores, in chunks of at most `at_once`."""
         return [part for part in (~self.done[landscape]).nonzero()[:, 0].split(at_once) if len(part)]
 
     def add(self, landscape: int, points: Tensor, rows: Tensor) -> None:
@@ -73,7 +73,7 @@ class Cache:
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a hash of tensors, and of anything else by its `repr`.
+    """Hash tensors by content and other values by `repr`.
 
     >>> fingerprint(torch.ones(2), "loss") == fingerprint(torch.ones(2), "loss") != fingerprint(torch.zeros(2), "loss")
     True
@@ -83,8 +83,8 @@ def fingerprint(*parts: Any) -> str:
     def add(part: Any) -> None:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype}{list(part.shape)}".encode())
-            held = part.detach().cpu().contiguous()
-            digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))
+            values = part.detach().cpu().contiguous()
+            digest.update(ctypes.string_at(values.data_ptr(), values.nbytes))
         elif isinstance(part, Mapping):
             add(list(part.items()))
         elif isinstance(part, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Growing ensembles: of runs, and of solutions around each run.
+"""Scores of ensembles by the number of runs.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 5.
-Predictions are averaged over the solutions of the first m runs: checkpoints, draws from subspaces around them, averages
-of weights (Fig. 8). The diversity of these solutions is
+Predictions are averaged over the solutions of the first m runs: checkpoints, draws from subspaces around them, or
+averages of weights (Fig. 8). The diversity of these solutions is
 
     JS divergence = H(mean_m p_m) - mean_m H(p_m).
 """
@@ -25,21 +25,21 @@ from multitudes.metrics.scoring import accuracy, brier
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Growth:
-    """Scores of ensembles by size, `[K, M]`, for K kinds of solutions and the first 1, ..., M runs; float64 CPU."""
+    """Scores `[K, M]` of ensembles of K kinds of solutions and the first 1, ..., M runs, float64 on the CPU."""
 
     kinds: tuple[str, ...]
     runs: tuple[str, ...]
     accuracy: Tensor
     brier: Tensor
     divergence: Tensor
-    """Jensen-Shannon divergence of all averaged solutions, in nats."""
+    """Jensen-Shannon divergence of the averaged solutions, in nats."""
 
     def __repr__(self) -> str:
         return f"Growth(kinds={len(self.kinds)}, runs={len(self.runs)})"
 
     def plot(self) -> Any:
-        """Plot accuracy against the size of the ensemble, with a line for each kind (Fig. 8)."""
-        fig = figure("Ensembles as they grow", "runs in the ensemble", "accuracy")
+        """Plot accuracy against ensemble size, one line per kind (Fig. 8)."""
+        fig = figure("Accuracy by ensemble size", "runs in the ensemble", "accuracy")
         add_lines(fig, self.kinds, range(1, len(self.runs) + 1), self.accuracy)
         return fig
 
@@ -49,12 +49,20 @@ def growth(
 ) -> Growth:
     """Score the mean prediction of the first 1, 2, ..., M runs, for each kind of solutions (Fig. 8).
 
-    The arguments are those of `read_solutions`. Runs must have the same kinds, and data must have classes. Runs can be
-    `{name: subspaces(recorder) for name, recorder in runs.items()}`. A kind that draws adds `draws` solutions per run.
+    Args:
+        solutions: Runs with the same kinds, for example `{name: subspaces(run) for name, run in runs.items()}`; see
+            `read_solutions`.
+        data: Inputs and classes, `(x, y)` or batches of them.
+        model: See `read_solutions`.
+        draws: Number of solutions per run, for a kind that draws.
+        seed: See `read_solutions`.
 
-    >>> nets = [nn.Linear(3, 2) for _ in range(4)]
-    >>> growth(nets, (torch.randn(20, 3), torch.zeros(20).long())).accuracy.shape
-    torch.Size([1, 4])
+    Returns:
+        Scores of each kind and size, with `plot()`.
+    Example:
+        >>> nets = [nn.Linear(3, 2) for _ in range(4)]
+        >>> growth(nets, (torch.randn(20, 3), torch.zeros(20).long())).accuracy.shape
+        torch.Size([1, 4])
     """
     read = read_solutions(solutions, data, model=model, draws=draws, seed=seed)
     classes = read.classes()

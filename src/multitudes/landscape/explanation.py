@@ -1,7 +1,7 @@
-"""Comparison of a few trained networks in one call: their positions, differences, and the flatness around them.
+"""`explain` compares a few trained networks: weights, predictions, loss between them, and curvature.
 
-S. Fort, H. Hu, B. Lakshminarayanan: Deep Ensembles: A Loss Landscape Perspective, 2019; N. Park, S. Kim: Blurs Behave
-Like Ensembles, 2022, for the curvature.
+Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019; for the curvature Park and Kim,
+*Blurs behave like ensembles*, 2022.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from multitudes.tasks import task_of
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """Results of `explain`; each part can be used and plotted separately."""
+    """Results of `explain`; each part has its own `plot()`."""
 
     solutions: Solutions
     similarity: Similarity
     map: FunctionMap | None
-    """Networks as points, close if their predictions are; None for fewer than three."""
+    """Networks as points, close if their predictions are close; None for fewer than three networks."""
     diversity: DiversityPlane | None
-    """Difference of each from the first, against accuracy; None for predicted numbers, or if the first network is no
+    """Disagreement with the first network against accuracy; None for predicted numbers, or if the first network is no
     better than chance."""
     plane: Plane
-    """Loss between them: on the plane through three, or on the line through two."""
+    """Loss on the plane through the first three networks, or on the line through two."""
     spectrum: HessianSpectrum
-    """Largest curvatures around the first network, over mini-batches."""
+    """Largest curvature of the loss at the first network, by mini-batch."""
 
     def __repr__(self) -> str:
         return f"Explanation({self.solutions!r})"
@@ -51,8 +51,8 @@ class Explanation:
         parts = {name: getattr(self, name) for name in ("similarity", "map", "diversity", "plane", "spectrum")}
         return {name: part.plot() for name, part in parts.items() if part is not None}
 
-    def save(self, path: str | os.PathLike[str], title: str = "Why they differ") -> Path:
-        """Write all figures to one HTML page that works offline."""
+    def save(self, path: str | os.PathLike[str], title: str = "Comparison of networks") -> Path:
+        """Write all figures to one HTML page that works offline, and return its path."""
         needed("plotly", "plots", "a page of figures")
         parts = [
             figure.to_html(full_html=False, include_plotlyjs=index == 0, default_height="480px")
@@ -78,25 +78,28 @@ def explain(
     folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Explanation:
-    """Compare trained networks of one architecture. No argument is changed.
+    """Compare trained networks of one architecture. Arguments are not changed.
 
     Args:
-        runs: at least two networks: by name, as a list, or the members of a multitude (see `read_solutions`). They
-            classify, or predict numbers if they are multitudes of task "regression" or "gaussian".
-        data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
-        model: the network for state dicts, if runs are state dicts.
-        points: number of points of the loss plane in each direction.
-        batches: number of mini-batches for the curvature.
-        draws: number of draws from networks that draw.
-        seed: for the map, the draws, and the start of the curvature's iterations.
-        folder: a cache of the points of the loss plane; an interrupted call continues from there.
-        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+        runs: Two or more networks: by name, as a list, or as a multitude with several members (see `read_solutions`).
+            They classify, or predict numbers if they are multitudes of task "regression" or "gaussian".
+        data: `(x, y)` or an iterable of batches, which is iterated once and cached.
+        model: Network for state dicts, if runs are state dicts.
+        points: Number of points of the loss plane in each direction.
+        batches: Number of mini-batches for the curvature.
+        draws: Number of draws from networks that draw.
+        seed: Seed of the map, the draws and the start vectors of the curvature.
+        folder: Folder for caching the loss plane; an interrupted call resumes from it.
+        progress: Show progress on stderr. Default: on a terminal, after two seconds.
 
-    >>> x = torch.randn(64, 2)
-    >>> data = x, (x[:, 0] > 0).long()
-    >>> why = explain([nn.Linear(2, 2) for _ in range(3)], data, points=5, batches=1)
-    >>> why.similarity.cosine.shape, why.plane.loss.shape
-    (torch.Size([3, 3]), torch.Size([5, 5]))
+    Returns:
+        The analyses; `save(path)` writes them to one page.
+    Example:
+        >>> x = torch.randn(64, 2)
+        >>> data = x, (x[:, 0] > 0).long()
+        >>> why = explain([nn.Linear(2, 2) for _ in range(3)], data, points=5, batches=1)
+        >>> why.similarity.cosine.shape, why.plane.loss.shape
+        (torch.Size([3, 3]), torch.Size([5, 5]))
     """
     check_count("points", points)
     check_count("batches", batches)
@@ -105,7 +108,7 @@ def explain(
     found = read_solutions(runs, batched, model=model, draws=draws, seed=seed)
     networks = [_of_task(network, found.task) for network in dict.fromkeys(found.networks)]  # draws share one
     if len(networks) < 2:
-        raise ValueError(f"runs must hold two networks or more to compare, got {len(networks)}")
+        raise ValueError(f"runs must hold two or more networks, got {len(networks)}")
     return Explanation(
         found,
         similarity(found),
@@ -120,14 +123,14 @@ def explain(
 
 
 def _joined(batches: list[tuple[Any, Any]]) -> Any:
-    """Join all inputs and all targets, to be split into mini-batches later; batches that are not tensors stay."""
+    """Concatenate the batches, to be split into mini-batches later; batches that are not tensors are unchanged."""
     if not all(isinstance(x, Tensor) for x, _ in batches):
         return batches
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
 def _of_task(network: nn.Module, task: str) -> nn.Module:
-    """Return a network with the loss of the task."""
+    """Return a network that has the loss of the task."""
     if task_of(task).classes:
         return network
     net = Multitude(network)
@@ -136,7 +139,7 @@ def _of_task(network: nn.Module, task: str) -> nn.Module:
 
 
 def _above_chance(found: Solutions) -> bool:
-    """Return whether the first solution classifies better than chance, which the limits of diversity require."""
+    """Return True if the first solution classifies better than chance; the limits of diversity require it."""
     if not found.predictive.reading.classes:
         return False
     first = found.predictive.predictions[0]

@@ -1,9 +1,9 @@
-"""Feature maps by depth: uncertainty of their points, and covariance with their neighbours.
+"""Feature maps by depth: uncertainty of their points, and covariance of neighbouring points.
 
-Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 5. *Model uncertainty* is the standard deviation
+Park and Kim, *Blurs behave like ensembles*, 2022, section 2.2 and Fig. 5. *Model uncertainty* is the standard deviation
 of a point of a feature map over several executions of a network that draws. *Data uncertainty* is the standard
-deviation over the points of a feature map in one execution. Both are averaged over the channels. Appendix D.1 and
-Fig. D.1: even for noise inputs, the points of a random network's feature maps covary with their neighbours.
+deviation over the points of a feature map in one execution. Both are averaged over channels. Appendix D.1 and Fig. D.1:
+in random networks, neighbouring points of feature maps covary even for noise inputs.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def feature_maps(
     seed: int = 0,
     maps: AsMap | None = None,
 ) -> Iterator[Maps]:
-    """Yield the outputs of layers for a batch, `[B, C, ...]` by name, once for each execution of the network.
+    """Yield the outputs `[B, C, ...]` of layers by name, once per execution of the network.
 
-    If layers draw, each member is executed `draws` times, by default as often as the multitude draws; otherwise once.
-    `layers` are by default all that call no other layer. `maps` converts each output to `[B, C, ...]`, for tokens for
-    example `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is not a tensor is skipped, or
-    raises if its layer was selected.
+    A network that draws is executed `draws` times per member, by default as often as the multitude draws. `layers`
+    are by default all that call no other layer. `maps` converts each output to `[B, C, ...]`, for example tokens by
+    `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))`. An output that is not a tensor is skipped, or raises
+    if its layer was selected.
 
     >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten())
     >>> [maps] = feature_maps(network, torch.randn(5, 1, 8, 8), layers="[01]")
@@ -76,7 +76,7 @@ def members_of(network: nn.Module) -> list[nn.Module]:
 
 
 def _inner(network: nn.Module) -> nn.Module:
-    """Return the module that a multitude calls, which can be a layer that draws itself."""
+    """Return the module that a multitude calls."""
     return network.network if isinstance(network, Multitude) else network
 
 
@@ -110,7 +110,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
     if chosen is None:
         chosen = {name for name in called if not any(_inside(other, name) for other in called)}
     elif missing := sorted(chosen - set(called)):
-        raise ValueError(f"layers: {missing[0]!r} is never called; there are: {', '.join(called)}")
+        raise ValueError(f"layers: {missing[0]!r} is never called; called layers: {', '.join(called)}")
     found: Maps = {}
     count: Counter[str] = Counter()
     for name, value in seen:
@@ -134,12 +134,12 @@ class FeatureUncertainty:
 
     names: tuple[str, ...]
     model: Tensor
-    """Over executions; mean over points, channels and inputs, `[L]`; 0 for a network that does not draw."""
+    """Deviation over executions, `[L]`; mean over points, channels and inputs; 0 for a network that does not draw."""
     data: Tensor
-    """Over the points of a map; mean over channels, inputs and executions, `[L]`; NaN if maps have no points."""
+    """Deviation over the points of a map, `[L]`; mean over channels, inputs and executions; NaN without points."""
 
     def plot(self) -> Any:
-        """Plot both by depth (Fig. 5)."""
+        """Plot both uncertainties by depth (Fig. 5)."""
         fig = figure("Uncertainty of feature maps", "layer", "standard deviation")
         add_line(fig, self.names, self.model, "model", 0, mode="lines+markers")
         add_line(fig, self.names, self.data, "data", 1, mode="lines+markers")
@@ -158,22 +158,26 @@ def feature_uncertainty(
     """Compute model and data uncertainty of feature maps by depth (Fig. 5).
 
     Args:
-        network: any network. Executions are its draws and its members; independent members have different features,
-            which are not comparable.
-        data: inputs `[N, ...]`, a batch, or an iterable of batches; targets are ignored.
-        layers: which layers, see `select`; by default all that call no other layer.
-        draws: number of executions of each member; by default as many as the multitude makes.
-        seed: makes the draws reproducible.
-        maps: converts a layer's output to `[B, C, ...]`, see `feature_maps`.
+        network: Any network. Executions are its draws and members. Features of independent members are not comparable.
+        data: Inputs `[N, ...]`, a batch, or an iterable of batches; targets are ignored.
+        layers: Layers to record, see `select`. Default: all that call no other layer.
+        draws: Number of executions per member. Default: the number of draws of the multitude.
+        seed: Seed of the draws.
+        maps: Function that converts the output of a layer to `[B, C, ...]`, for example
+            `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))` for tokens.
 
-    Dropout of rate 1/2 turns a 1 into 0 or 2, with standard deviation 1. A blur halves it for independent points:
+    Returns:
+        Standard deviations by layer, with `plot()`.
 
-    >>> from multitudes.methods.dropout import Dropout
-    >>> from multitudes.methods.smoothing import Blur
-    >>> network = nn.Sequential(Dropout(0.5), Blur())
-    >>> found = feature_uncertainty(network, torch.ones(1, 4, 64, 64), layers=["0", "1"], draws=50)
-    >>> found.names, found.model.round(decimals=1), found.data.round(decimals=1)
-    (('0', '1'), tensor([1.0000, 0.5000]), tensor([1.0000, 0.5000]))
+    Example:
+        Dropout with rate 1/2 turns 1 into 0 or 2 (standard deviation 1). A blur over independent points halves it.
+
+        >>> from multitudes.methods.dropout import Dropout
+        >>> from multitudes.methods.smoothing import Blur
+        >>> network = nn.Sequential(Dropout(0.5), Blur())
+        >>> found = feature_uncertainty(network, torch.ones(1, 4, 64, 64), layers=["0", "1"], draws=50)
+        >>> found.names, found.model.round(decimals=1), found.data.round(decimals=1)
+        (('0', '1'), tensor([1.0000, 0.5000]), tensor([1.0000, 0.5000]))
     """
     found = mean_over_inputs(_deviations, network, data, draws, seed, layers=layers, maps=maps)
     if not found:
@@ -185,7 +189,7 @@ def feature_uncertainty(
 def mean_over_inputs(
     measure: Callable[[Iterator[Maps]], Maps], network: nn.Module, data: Any, draws: int | None, seed: int, **maps: Any
 ) -> Maps:
-    """Return the mean over inputs, by layer, of `measure(feature_maps)` on each batch."""
+    """Apply `measure` to the feature maps of each batch, and return the mean over inputs by layer."""
     check_network(network, draws, seed)
     sums: Maps = {}
     count = 0
@@ -198,7 +202,7 @@ def mean_over_inputs(
 
 
 def _deviations(executions: Iterator[Maps]) -> Maps:
-    """Return, for each layer, the deviation over executions and the mean over executions of that over points, `[2]`."""
+    """Return two deviations by layer, `[2]`: over executions, and over points (mean over executions)."""
     means: Maps = {}
     squares: Maps = {}
     points: dict[str, float] = {}
@@ -222,17 +226,17 @@ def _deviations(executions: Iterator[Maps]) -> Maps:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourCovariance:
-    """Covariance of the points of a feature map with one of them, over inputs."""
+    """Covariance of the points of a feature map with its centre, over inputs."""
 
     layer: str
     centre: tuple[int, ...]
     covariance: Tensor
     """Covariance with the centre of the same channel, `[C, ...]`."""
     correlation: Tensor
-    """Correlation, between -1 and 1; 0 for a point that never changes."""
+    """Correlation from -1 to 1, `[C, ...]`; 0 for a constant point."""
 
     def plot(self) -> Any:
-        """Plot the absolute correlation, mean over the channels (Fig. D.1)."""
+        """Plot the absolute correlation, mean over channels (Fig. D.1)."""
         fig = figure(f"Correlation with the centre of {self.layer}", "column", "row")
         size = self.correlation.abs().mean(0)
         image = size[None] if size.dim() == 1 else size.flatten(0, -2)
@@ -253,18 +257,29 @@ def neighbour_covariance(
     seed: int = 0,
     maps: AsMap | None = None,
 ) -> NeighbourCovariance:
-    """Compute the covariance of each point of a layer's feature map with its centre, over inputs (Fig. D.1).
+    """Compute the covariance of each point of a feature map with its centre, over inputs (Fig. D.1).
 
-    The paper (appendix D.1) uses noise inputs, such as `torch.randn(10_000, 3, 15, 15)`, and untrained networks.
-    `layer` is by default the last one whose map has points; `centre` is by default the point in the middle.
+    The paper uses untrained networks and noise inputs, such as `torch.randn(10_000, 3, 15, 15)`.
 
-    For a convolution by (1, 2) over independent inputs, neighbours share one input (eq. 12): 1 * 2 against 1 + 4.
+    Args:
+        network: Any network.
+        data: Inputs `[N, ...]`, a batch, or an iterable of batches; targets are ignored.
+        layer: Name of the layer. Default: the last one whose map has points.
+        centre: Index of a point. Default: the middle of the map.
+        seed: Seed of the draws.
+        maps: Function that converts the output of a layer to `[B, C, ...]`, see `feature_uncertainty`.
 
-    >>> network = nn.Conv1d(1, 1, 2, bias=False)
-    >>> network.weight.data = torch.tensor([[[1.0, 2.0]]])
-    >>> found = neighbour_covariance(network, torch.randn(200_000, 1, 6, generator=torch.manual_seed(0)))
-    >>> found.centre, found.covariance.round(decimals=1) + 0.0
-    ((2,), tensor([[0., 2., 5., 2., 0.]], dtype=torch.float64))
+    Returns:
+        Covariance and correlation `[C, ...]`, with `plot()`.
+
+    Example:
+        In a convolution with kernel (1, 2), neighbours share one input (eq. 12): covariance 1 * 2, variance 1 + 4.
+
+        >>> network = nn.Conv1d(1, 1, 2, bias=False)
+        >>> network.weight.data = torch.tensor([[[1.0, 2.0]]])
+        >>> found = neighbour_covariance(network, torch.randn(200_000, 1, 6, generator=torch.manual_seed(0)))
+        >>> found.centre, found.covariance.round(decimals=1) + 0.0
+        ((2,), tensor([[0., 2., 5., 2., 0.]], dtype=torch.float64))
     """
     check_network(network, None, seed)
     count, first, squares, products, name = 0, torch.zeros(()), torch.zeros(()), torch.zeros(()), ""
@@ -294,13 +309,13 @@ def neighbour_covariance(
 
 
 def _at(values: Tensor, centre: tuple[int, ...]) -> Tensor:
-    """Return the values of `[..., H, W]` at a point, `[..., 1, 1]`."""
+    """Return the value at a point, `[..., H, W] -> [..., 1, 1]`."""
     index: Any = (..., *(slice(place, place + 1) for place in centre))
     return values[index]
 
 
 def check_network(network: nn.Module, draws: int | None, seed: int) -> None:
-    """Raise unless the common arguments of feature-map analyses are valid."""
+    """Check the common arguments of feature-map analyses."""
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be an nn.Module, got {type(network).__name__}")
     check_seed(seed)

@@ -1,4 +1,4 @@
-"""Style of all figures: one palette, one layout. Plotly is imported only when a figure is made."""
+"""Common style of all figures. Plotly is imported when a figure is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from multitudes.base.checks import needed
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Colours that are distinct for colour-blind people (Okabe & Ito, 2008); lines also differ by `DASHES`."""
+"""Colours for colour-blind readers (Okabe and Ito, 2008); lines also differ by `DASHES`."""
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
@@ -18,18 +18,13 @@ SCALE = "Viridis"
 """Colour scale for continuous values."""
 
 
-def graph_objects() -> Any:
-    """Import `plotly.graph_objects`, or raise an error that names the extra to install."""
-    return needed("plotly.graph_objects", "plots", "a figure")
-
-
 def figure(title: str, x: str = "", y: str = "") -> Any:
     """Return an empty figure in the common style, with axis titles."""
-    return styled(graph_objects().Figure(), title, x, y)
+    return styled(needed("plotly.graph_objects", "plots", "a figure").Figure(), title, x, y)
 
 
 def subplots(title: str, *parts: str, x: str = "") -> Any:
-    """Return an empty figure with side-by-side subplots, each with its title."""
+    """Return an empty figure with titled subplots side by side."""
     made = needed("plotly.subplots", "plots", "a figure").make_subplots(cols=len(parts), subplot_titles=parts)
     return styled(made, title, x)
 
@@ -49,16 +44,13 @@ def styled(fig: Any, title: str, x: str = "", y: str = "") -> Any:
 def add_line(
     fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, dash: int = 0, mode: str | None = None, **options: Any
 ) -> None:
-    """Add a line through the points `x [N]`, `y [N]`; `colour` and `dash` are indices.
-
-    Without a `mode`, Plotly marks the points of lines that have few.
-    """
+    """Add a line through the points `x [N]`, `y [N]`; `colour` and `dash` are indices."""
     line = {"color": COLOURS[colour % len(COLOURS)], "dash": DASHES[dash % len(DASHES)]}
     fig.add_scatter(x=_listed(x), y=_listed(y), name=name, mode=mode, line=line, **options)
 
 
 def add_lines(fig: Any, names: Iterable[str], x: Iterable[float], values: Tensor, column: int | None = None) -> None:
-    """Add a line with markers for each row of `values [K, X]`; subplot columns share one legend."""
+    """Add a line with markers for each row of `values [K, X]`; subplots share one legend."""
     place = {} if column is None else {"row": 1, "col": column}
     for number, (name, y) in enumerate(zip(names, values, strict=True)):
         options = {"marker": {"symbol": SYMBOLS[number % len(SYMBOLS)]}, "legendgroup": name, **place}
@@ -72,9 +64,9 @@ def add_points(fig: Any, x: Any, y: Any, name: str = "", colour: int = 0, symbol
 
 
 def coloured(values: Tensor, what: str) -> tuple[Tensor, dict[str, Any]]:
-    """Return values as plotted in colour, and the options of the colour scale.
+    """Return the values to plot in colour, and the options of the colour scale.
 
-    A loss is plotted as its logarithm, or as that of `1 + loss - lowest` if it has negative values.
+    A loss is plotted as its logarithm, or if it has negative values as the logarithm of `1 + loss - lowest`.
     """
     if what != "loss":
         return values, {"colorscale": SCALE, "reversescale": False, "colorbar": {"title": what}}

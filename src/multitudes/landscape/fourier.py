@@ -1,8 +1,8 @@
-"""Feature maps in the frequency domain: which frequencies layers pass.
+"""Feature maps in the frequency domain.
 
-Park & Kim, "Blurs Behave Like Ensembles" (2022), section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
+Park and Kim, *Blurs behave like ensembles*, 2022, section 2.2 and Fig. 6: the log amplitude of the Fourier transform of
 feature maps, relative to frequency 0. Dropout adds high frequencies, smoothing removes them. Frequencies are in units
-of pi radians per pixel; 1 is the highest possible.
+of pi radians per pixel; the maximum is 1.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LayerSpectrum:
-    """Log amplitudes of one layer's maps, relative to frequency 0: mean over channels, inputs and executions."""
+    """Log amplitudes of the maps of a layer, relative to frequency 0: mean over channels, inputs and executions."""
 
     diagonal_frequencies: Tensor
-    """Frequencies of diagonal waves, 0 to 1, `[F]`."""
+    """Frequencies of diagonal waves from 0 to 1, `[F]`."""
     diagonal: Tensor
-    """Log amplitudes at these, `[F]`; the first is 0."""
+    """Log amplitudes at these frequencies, `[F]`; the first is 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class FeatureSpectrum:
 
     def plot(self) -> Any:
         """Plot the log amplitudes along the diagonal against the frequency (Fig. 6b)."""
-        fig = figure("Feature maps in frequencies", "frequency / π", "Δ log amplitude")
+        fig = figure("Feature maps by frequency", "frequency / π", "Δ log amplitude")
         for number, (name, own) in enumerate(self.layers.items()):
             x, y = own.diagonal_frequencies, own.diagonal
             add_line(fig, x, y, name, number, number // len(COLOURS), "lines")
@@ -59,18 +59,27 @@ def feature_spectrum(
 ) -> FeatureSpectrum:
     """Compute log amplitudes of feature maps `[B, C, H, W]` by frequency, relative to frequency 0 (Fig. 6b).
 
-    The arguments are those of `feature_uncertainty`. The default layers are all that call no other layer and give maps
-    `[B, C, H, W]`. For a network that draws, the result is the mean over executions.
+    Args:
+        network: Any network. For one that draws, the result is the mean over executions.
+        data: Inputs `[N, ...]`, a batch, or an iterable of batches; targets are ignored.
+        layers: Layers to record, see `select`. Default: all that call no other layer and give maps `[B, C, H, W]`.
+        draws: Number of executions per member. Default: the number of draws of the multitude.
+        seed: Seed of the draws.
+        maps: Function that converts the output of a layer to `[B, C, H, W]`, see `feature_uncertainty`.
 
-    Example: a wave with a period of two pixels and half the amplitude of the mean, and a blur that removes it:
+    Returns:
+        Spectra by layer, with `plot()`.
 
-    >>> from multitudes.methods.smoothing import Blur
-    >>> board = 2.0 + (torch.arange(8)[:, None] + torch.arange(8)) % 2 * 2 - 1  # 1 and 3
-    >>> spectrum = feature_spectrum(nn.Sequential(nn.Identity(), Blur()), board.view(1, 1, 8, 8))
-    >>> spectrum.layers["0"].diagonal_frequencies[-1], spectrum.layers["0"].diagonal[-1].exp()
-    (tensor(1.), tensor(0.5000))
-    >>> spectrum.layers["1.box"].diagonal[-1].exp() < 0.1
-    tensor(True)
+    Example:
+        A wave with a period of two pixels and half the amplitude of the mean, and a blur that removes it:
+
+        >>> from multitudes.methods.smoothing import Blur
+        >>> board = 2.0 + (torch.arange(8)[:, None] + torch.arange(8)) % 2 * 2 - 1  # 1 and 3
+        >>> spectrum = feature_spectrum(nn.Sequential(nn.Identity(), Blur()), board.view(1, 1, 8, 8))
+        >>> spectrum.layers["0"].diagonal_frequencies[-1], spectrum.layers["0"].diagonal[-1].exp()
+        (tensor(1.), tensor(0.5000))
+        >>> spectrum.layers["1.box"].diagonal[-1].exp() < 0.1
+        tensor(True)
     """
 
     def measure(executions: Iterator[Maps]) -> Maps:
@@ -79,17 +88,21 @@ def feature_spectrum(
             if value.dim() == 4:
                 found.setdefault(name, []).append(_log_amplitudes(value))
             elif layers is not None:
-                raise ValueError(f"layers: {name!r} must give maps [B, C, H, W], got {list(value.shape)}; see maps=")
+                raise ValueError(
+                    f"layers: {name!r} must give maps [B, C, H, W], got {list(value.shape)}; convert them with maps="
+                )
         return {name: torch.stack(each).mean(0) for name, each in found.items()}
 
     found = mean_over_inputs(measure, network, data, draws, seed, layers=layers, maps=maps)
     if not found:
-        raise ValueError(f"network ({type(network).__name__}) has no layer that gives maps [B, C, H, W]; see maps=")
+        raise ValueError(
+            f"network ({type(network).__name__}) has no layer that gives maps [B, C, H, W]; convert with maps="
+        )
     return FeatureSpectrum({name: _spectrum(amplitudes) for name, amplitudes in found.items()})
 
 
 def _log_amplitudes(maps: Tensor) -> Tensor:
-    """Return log amplitudes by frequency, mean over inputs and channels: `[B, C, H, W] -> [H, W]`, in FFT order."""
+    """Return log amplitudes in FFT order, mean over inputs and channels: `[B, C, H, W] -> [H, W]`."""
     values = maps.to(torch.promote_types(maps.dtype, torch.float32))
     return torch.fft.fft2(values).abs().clamp(min=FLOOR).log().mean((0, 1))
 

@@ -1,12 +1,12 @@
-"""Functions drawn from a prior on weights: dropout against patching.
+"""Functions drawn from a prior on weights: dropout and patching.
 
-Chang et al., "Ensemble Model Patching" (2019), Fig. 3 and appendix D.1: functions of a network with one hidden layer,
+Chang et al., *Ensemble model patching*, 2019, Fig. 3 and appendix D.1: functions of a network with one hidden layer,
 
     y = B + sum_h W_h sign(b_h + w_h x),   B, b ~ N(0, 20),   W, w ~ N(0, 5),   h = 1 ... 100,
 
-which are nearly a Gaussian process. Dropout sets each hidden unit's W and w to zero with probability 1/2. A unit
-without its w does not depend on x, so functions are rough and partly constant. Patching takes W, w, B and b each from
-one of K = 5 independent components, which gives the functions of the Gaussian process.
+are nearly a Gaussian process. Dropout sets W and w of each hidden unit to zero with probability 1/2. A unit without w
+does not depend on x, so functions are rough and partly constant. Patching takes W, w, B and b from one of K = 5
+independent components each, so functions are those of the Gaussian process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("gaussian", "dropout", "patching")
 
 @dataclass(frozen=True, eq=False)
 class FunctionPrior:
-    """Functions `[F, G]` drawn from a prior, at the points `x [G]`."""
+    """Functions `[F, G]` from a prior at the points `x [G]`."""
 
     kind: str
     x: Tensor
@@ -55,18 +55,22 @@ def function_prior(
 
     Args:
         kind: "gaussian", "dropout" or "patching".
-        functions: number of functions.
-        x: points to evaluate at, `[G]`; by default 401 points from -10 to 10.
-        hidden: number of hidden units.
-        rate: "dropout": the probability that a weight is zero.
-        components: "patching": the number of components of each weight.
-        weight_variance: of W and w.
-        bias_variance: of B and b.
-        seed: of the functions.
+        functions: Number of functions F.
+        x: Points to evaluate at, `[G]`. Default: 401 points from -10 to 10.
+        hidden: Number of hidden units.
+        rate: For "dropout", the probability that a weight is zero.
+        components: For "patching", the number of components of each weight.
+        weight_variance: Variance of W and w.
+        bias_variance: Variance of B and b.
+        seed: Seed of the functions.
 
-    >>> found = function_prior("dropout", functions=3)
-    >>> found.x.shape, found.functions.shape
-    (torch.Size([401]), torch.Size([3, 401]))
+    Returns:
+        Functions `[F, G]`, with `plot()`.
+
+    Example:
+        >>> found = function_prior("dropout", functions=3)
+        >>> found.x.shape, found.functions.shape
+        (torch.Size([401]), torch.Size([3, 401]))
     """
     check_choice("kind", kind, KINDS)
     for name, count in (("functions", functions), ("hidden", hidden), ("components", components)):
@@ -81,7 +85,7 @@ def function_prior(
     generator = torch.Generator().manual_seed(seed)
     count = components if kind == "patching" else 1
 
-    def drawn(variance: float, *shape: int) -> Tensor:
+    def draw(variance: float, *shape: int) -> Tensor:
         """Draw weights `[F, *shape]`, for each function from one of its components."""
         normal = torch.randn(functions, count, *shape, generator=generator) * variance**0.5
         return normal[torch.arange(functions), torch.randint(count, (functions,), generator=generator)]
@@ -91,7 +95,7 @@ def function_prior(
             return torch.ones(functions, hidden)
         return (torch.rand(functions, hidden, generator=generator) >= rate).float()
 
-    outer, inner = drawn(bias_variance), drawn(bias_variance, hidden)  # B, b
-    last, first = (drawn(weight_variance, hidden) * mask() for _ in range(2))  # W, w
+    outer, inner = draw(bias_variance), draw(bias_variance, hidden)  # B, b
+    last, first = (draw(weight_variance, hidden) * mask() for _ in range(2))  # W, w
     units = torch.sign(inner[:, None] + x.float()[None, :, None] * first[:, None])  # [F, G, H]
     return FunctionPrior(kind, x, outer[:, None] + torch.einsum("fgh,fh->fg", units, last))

@@ -1,13 +1,7 @@
-"""Solutions: networks in weight space and in function space, each with its run and its kind.
+"""Solutions: networks with their weights and predictions, each with its run and its kind.
 
-They are checkpoints of a training, independently trained networks, the members of an ensemble, or draws from a subspace
-around a solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4).
-
-solutions = {
-    "run 0": {"checkpoints": recorder_0, **subspaces(recorder_0)},
-    "run 1": {"checkpoints": recorder_1, **subspaces(recorder_1)},
-}
-read = read_solutions(solutions, (x, y))
+Checkpoints of a training, independently trained networks, members of an ensemble, or draws from a subspace around a
+solution (Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, section 4).
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from multitudes.training.batches import Batches
 from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, fitting
 
 CachedInputs = list[tuple[Any, None]]
-"""Cached batches of inputs, so that all solutions get the same ones in the same order."""
+"""Cached batches of inputs: all solutions get the same ones in the same order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,10 +39,9 @@ class Labelled:
     runs: tuple[str, ...]
     """Training run of each solution."""
     kinds: tuple[str, ...]
-    """Kind of each solution in its run: a checkpoint, a draw from a subspace, ..."""
+    """Kind of each solution in its run: checkpoint, draw from a subspace, ..."""
 
     def __len__(self) -> int:
-        """Return S, the number of solutions."""
         return len(self.labels)
 
     def __repr__(self) -> str:
@@ -74,14 +67,14 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solutions(Labelled):
-    """S solutions with their networks and predictions of the same N inputs, on the CPU."""
+    """S solutions with their networks and their predictions for the same N inputs, on the CPU."""
 
     predictive: Predictive
-    """Logits `[S, N, C, ...]`, or the outputs of networks that predict numbers."""
+    """Logits `[S, N, C, ...]`, or predicted numbers."""
     networks: tuple[nn.Module, ...]
-    """Network of each solution; draws that are not of weights share one."""
+    """Network of each solution; draws that do not change weights share one."""
     target: Tensor | None = None
-    """True classes or numbers, `[N, ...]`, if the data has them."""
+    """True classes or numbers `[N, ...]`, if the data have them."""
 
     @property
     def task(self) -> str:
@@ -93,7 +86,7 @@ class Solutions(Labelled):
         if not self.predictive.reading.classes:
             raise ValueError(f"solutions must classify, got predictions of task {self.task}")
         if self.target is None:
-            raise ValueError("data must hold the true classes, as (x, y) or batches of them, got inputs alone")
+            raise ValueError("data must hold classes, as (x, y) or batches of them, got only inputs")
         return self.target
 
     def chosen(self, kind: str, runs: Iterable[str]) -> Predictive:
@@ -106,26 +99,31 @@ class Solutions(Labelled):
 def read_solutions(
     solutions: Any, data: Any = None, *, model: nn.Module | None = None, draws: int = 10, seed: int = 0
 ) -> Solutions:
-    """Predict `data` by each of `solutions`, in evaluation mode. No argument is changed.
+    """Predict data with each solution, in evaluation mode. Arguments are not changed.
 
     Args:
-        solutions: runs by name, a list of runs, or one run. A run is a network; a state dict; a `Recorder`; a list of
-            networks or of state dicts; or a multitude. In a multitude each member is a solution, and its own run if
-            members share no weights; if it draws, each draw is a solution. A run may also be a mapping that names
-            its kinds: `{"checkpoints": recorder, "dropout": subspace(...)}`.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is iterated once.
-        model: the network for state dicts; a `Recorder` has its own.
-        draws: number of draws from a network that draws.
-        seed: of the draws.
+        solutions: Runs by name, a list of runs, or one run. A run is a network, a state dict, a `Recorder`, a list of
+            networks or state dicts, a multitude, or a mapping from kinds to these:
+            `{"checkpoints": recorder, "dropout": subspace(...)}`. Each member of a multitude is a solution, in a run of
+            its own if members share no weights. If it draws, each draw is a solution.
+        data: Inputs `[N, ...]`, `(x, y)` or an iterable of batches, which is iterated once.
+        model: Network for state dicts; a `Recorder` has its own.
+        draws: Number of draws from a network that draws.
+        seed: Seed of the draws.
 
-    >>> nets = [nn.Linear(3, 2) for _ in range(2)]
-    >>> read = read_solutions({"left": nets[0], "right": [nets[1].state_dict()] * 2}, torch.ones(5, 3), model=nets[0])
-    >>> read, read.labels
-    (Solutions(solutions=3, runs=2), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
+    Returns:
+        The solutions with their predictions; a valid argument for all functions that take solutions.
+    Example:
+        >>> nets = [nn.Linear(3, 2) for _ in range(2)]
+        >>> read = read_solutions(
+        ...     {"left": nets[0], "right": [nets[1].state_dict()] * 2}, torch.ones(5, 3), model=nets[0]
+        ... )
+        >>> read, read.labels
+        (Solutions(solutions=3, runs=2), ('left', 'right, checkpoint 0', 'right, checkpoint 1'))
     """
     if isinstance(solutions, Solutions):
         if data is not None:
-            raise ValueError(f"data must be left out where solutions is {solutions!r}, which has its predictions")
+            raise ValueError(f"data must not be passed with {solutions!r}, which has its predictions")
         return solutions
     check_count("draws", draws)
     check_seed(seed)
@@ -137,11 +135,11 @@ def read_solutions(
     predictions: list[Tensor] = []
     tasks = sorted({task or "classification" for _, _, _, task in found})
     if len(tasks) > 1:
-        raise ValueError(f"solutions must be of one task, got {' and '.join(tasks)}")
+        raise ValueError(f"solutions must have one task, got {' and '.join(tasks)}")
     for run, kind, network, task in found:
-        for one, answers in _answers(network, batches, draws, seed, task):
-            rows += [(run, kind, one)] * len(answers)
-            predictions.append(answers)
+        for one, own in _predictions(network, batches, draws, seed, task):
+            rows += [(run, kind, one)] * len(own)
+            predictions.append(own)
     if len(shapes := sorted({tuple(part.shape[1:]) for part in predictions})) > 1:
         raise ValueError(f"solutions must give predictions of one shape, got {list(shapes[0])} and {list(shapes[1])}")
     runs, kinds, networks = zip(*rows, strict=True)
@@ -150,7 +148,7 @@ def read_solutions(
 
 
 def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
-    """Return the inputs of `data` by batch, read once, and all targets `[N, ...]` on the CPU, or None."""
+    """Cache the inputs of `data` by batch, and all targets `[N, ...]` on the CPU, if any."""
     if data is None:
         raise ValueError("data must be inputs, (inputs, classes) or batches of them, got None")
     parts = [split_batch(batch) for batch in Batches(data).batches]
@@ -158,7 +156,7 @@ def _cached(data: Any) -> tuple[CachedInputs, Tensor | None]:
     if not parts:
         raise ValueError("data must hold at least one batch, got none")
     if targets and len(targets) < len(parts):
-        raise ValueError(f"data must have targets in all of its {len(parts)} batches or in none, got {len(targets)}")
+        raise ValueError(f"data must have targets in all {len(parts)} batches or in none, got {len(targets)}")
     return [(x, None) for x, _ in parts], torch.cat(targets) if targets else None
 
 
@@ -170,13 +168,20 @@ def subspaces(
 ) -> dict[str, Any]:
     """Build subspaces around the last checkpoints of a run, by kind (section 4.2); see `multitudes.subspace`.
 
-    `options` are those of `subspace`, for all kinds or, under a kind's name, for one:
-    `subspaces(recorder, data=(x, y), floor=0.65, low_rank={"scale": 0.1})`.
+    Args:
+        run: A `Recorder`, or state dicts from old to new.
+        model: Network of the state dicts; a `Recorder` has its own.
+        kinds: Kinds of subspaces.
+        options: Options of `subspace` for all kinds, or for one kind under its name, as in
+            `subspaces(recorder, data=(x, y), floor=0.65, low_rank={"scale": 0.1})`.
 
-    >>> model = nn.Linear(3, 2)
-    >>> checkpoints = [{k: v + i**j for j, (k, v) in enumerate(model.state_dict().items())} for i in range(9)]
-    >>> list(subspaces(checkpoints, model, low_rank={"rank": 1}))
-    ['random', 'dropout', 'diagonal', 'low_rank']
+    Returns:
+        Subspaces by kind, which can be a run in `read_solutions`.
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> checkpoints = [{k: v + i**j for j, (k, v) in enumerate(model.state_dict().items())} for i in range(9)]
+        >>> list(subspaces(checkpoints, model, low_rank={"rank": 1}))
+        ['random', 'dropout', 'diagonal', 'low_rank']
     """
     chosen = list(kinds)
     for kind in chosen:
@@ -184,20 +189,20 @@ def subspaces(
             raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {kind!r}")
     network, states = trajectory_of(run, model)
     common = {name: value for name, value in options.items() if name not in KINDS}
-    common["data"] = Batches.of(common.get("data"))  # so that all kinds can iterate it
+    common["data"] = Batches.of(common.get("data"))  # each kind iterates it
     return {kind: subspace(network, kind, states, **(common | options.get(kind, {}))) for kind in chosen}
 
 
 def trajectory_of(run: Checkpoints, model: nn.Module | None) -> tuple[nn.Module, list[State]]:
-    """Return the network of a run, and its last checkpoints, the oldest first."""
+    """Return the network of a run and its last checkpoints, oldest first."""
     network = run.net if model is None and isinstance(run, Recorder) else model
     if network is None:
-        raise ValueError("model must be the network that the state dicts are of, got None")
+        raise ValueError("model must be the network of the state dicts, got None")
     return network, Trajectory.of(run, network).states
 
 
 def last_checkpoint(run: Checkpoints, model: nn.Module | None = None) -> nn.Module:
-    """Return a copy of the run's network with the weights of its last checkpoint."""
+    """Return a copy of the network of a run with its last checkpoint loaded."""
     network, states = trajectory_of(run, model)
     return _loaded(network, states[-1])
 
@@ -206,7 +211,7 @@ def last_checkpoint(run: Checkpoints, model: nn.Module | None = None) -> nn.Modu
 
 
 def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solutions") -> Iterator[tuple[str, Any]]:
-    """Yield the networks in `source` with their kinds, one at a time; a multitude is not split."""
+    """Yield the networks in `source`, each with its kind; a multitude is not split."""
     if isinstance(source, Recorder):
         for state in Trajectory.of(source, source.net).states:
             yield "checkpoint", _loaded(source.net, state)
@@ -215,7 +220,7 @@ def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solut
         yield "draw" if drawing else "member" if isinstance(source, Multitude) else "network", source
     elif _is_state(source):
         if model is None:
-            raise ValueError(f"{name} holds state dicts: pass the network that they are of as model=")
+            raise ValueError(f"{name} holds state dicts: pass their network as model=")
         yield "checkpoint", _loaded(model, fitting(source, model, name))
     elif isinstance(source, Iterable) and not isinstance(source, (str, Mapping, Tensor)):
         for index, part in enumerate(source):
@@ -227,7 +232,7 @@ def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solut
 
 
 def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, nn.Module, str | None]]:
-    """Yield run, kind, network and known task of each single network."""
+    """Yield run, kind, network and known task of each network."""
     named: dict[str, Any]
     if isinstance(solutions, Mapping) and not _is_state(solutions):
         named = {str(name): run for name, run in solutions.items()}
@@ -240,17 +245,17 @@ def _found(solutions: Any, model: nn.Module | None) -> Iterator[tuple[str, str, 
         for kind, part in kinds.items():
             place = f"solutions[{run!r}]" + (f"[{kind!r}]" if kind is not None else "")
             for own_kind, network in _networks_in(part, model, place):
-                for suffix, alone, task in _alone(network):
+                for suffix, alone, task in _members(network):
                     yield run + suffix, own_kind if kind is None else str(kind), alone, task
 
 
-def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield each member alone, with a suffix for the name of its run, and its known task."""
+def _members(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Yield each member with a suffix for the name of its run and its known task."""
     net = network if isinstance(network, Multitude) else Multitude(network)
     if not net.reading.compared:
         kind = "multitude" if net is network else "network"
         known = ", ".join(name for name, task in TASKS.items() if task.compared)
-        raise ValueError(f"solutions must be of task {known}, got a {kind} of task {net.task}")
+        raise ValueError(f"solutions must have task {known}, got a {kind} of task {net.task}")
     if isinstance(network, Multitude):
         own_run = network.independent and network.members > 1
         for index in range(network.members):
@@ -259,14 +264,14 @@ def _alone(network: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         yield "", network, net.known_task
 
 
-def _answers(
+def _predictions(
     network: nn.Module, batches: CachedInputs, draws: int, seed: int, task: str | None
 ) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yield networks, with the predictions of each, `[1, N, ...]`, or of its draws, `[D, N, ...]`."""
+    """Yield networks with their predictions `[1, N, ...]`, or those of their draws `[D, N, ...]`."""
     if isinstance(network, Around):
         samples = Subspace(network).networks(draws, seed)
         for index in range(draws):
-            yield from _answers(samples.member(index), batches, draws, seed, task)
+            yield from _predictions(samples.member(index), batches, draws, seed, task)
         return
     options: dict[str, Any] = {"draws": draws, "seed": seed} if stochastic_layers(network) else {}
     yield network, predict(Multitude(network), batches, task=task, **options).predictions
@@ -274,7 +279,7 @@ def _answers(
 
 def _loaded(network: nn.Module, state: State) -> nn.Module:
     loaded = copied(network)
-    loaded.load_state_dict(state, strict=False)  # entries that are not tensors stay the model's
+    loaded.load_state_dict(state, strict=False)  # entries that are not tensors are kept from the model
     return loaded
 
 
@@ -283,7 +288,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _labels(runs: Iterable[str], kinds: Iterable[str]) -> tuple[str, ...]:
-    """Return unique labels: the run's name if it has one solution, else with kind and number."""
+    """Return unique labels: the name of the run, with kind and number if it has several solutions."""
     places = list(zip(runs, kinds, strict=True))
     of_run, seen = Counter(run for run, _ in places), Counter[tuple[str, str]]()
     labels = []

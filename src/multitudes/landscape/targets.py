@@ -1,4 +1,4 @@
-"""Data with targets, and the loss of a network's task."""
+"""Data with targets, and criteria of tasks."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from multitudes.training.batches import Batches
 
 
 @dataclass(frozen=True, repr=False)
-class TaskLoss:
-    """Loss of predictions by a known criterion of a task, as in `net.loss`."""
+class TaskCriterion:
+    """A criterion with the checks and layouts of a task, as in `net.loss`."""
 
     criterion: Criterion
     task: Task
     known: bool = True
-    """True if the task was set or follows from the network; otherwise targets must clearly be classes."""
+    """True if the network has a task; otherwise targets must clearly be classes."""
 
     def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of predictions `[B, ...]` for targets `[B, ...]`."""
+        """Return the mean loss of predictions `[B, ...]`."""
         if not self.known:
             check_clear(prediction.unsqueeze(0), y)
         return self.task.loss(self.criterion, prediction, y)
 
     def __repr__(self) -> str:
         criterion = getattr(self.criterion, "__qualname__", repr(self.criterion))
-        return f"{criterion} of {self.task}"  # the same in every process
+        return f"{criterion} of {self.task}"  # equal in every process, for fingerprints
 
 
 def count_targets(criterion: Criterion, y: Tensor) -> int:
-    """Count the targets that a mean loss is over, without those that cross entropy ignores."""
-    if not isinstance(criterion, TaskLoss) or criterion.criterion is not F.cross_entropy or y.is_floating_point():
+    """Count the targets, without those that cross entropy ignores."""
+    if not isinstance(criterion, TaskCriterion) or criterion.criterion is not F.cross_entropy or y.is_floating_point():
         return y.numel()
     return int((criterion.task.aligned(y) != -100).sum())
 
@@ -46,11 +46,11 @@ def count_targets(criterion: Criterion, y: Tensor) -> int:
 def task_and_criterion(
     network: nn.Module, criterion: Criterion | None, averages: bool = False
 ) -> tuple[str, Criterion]:
-    """Return the task, which determines how draws are averaged, and the loss.
+    """Return the task, which determines how draws are averaged, and the criterion.
 
-    A multitude has a task, and a known criterion must match it. A plain network has the task of its head, else of the
-    criterion; the default is classification. If several draws are averaged (`averages`), a custom criterion requires a
-    task to be set.
+    A multitude has a task, and a known criterion must match it. A plain network has the task of its head, or else of
+    the criterion; the default is classification. Averaging several draws (`averages`) with a custom criterion requires
+    a task.
 
     >>> task_and_criterion(nn.Linear(2, 2), nn.MSELoss())[0], task_and_criterion(nn.Linear(2, 2), None)[0]
     ('regression', 'classification')
@@ -63,15 +63,12 @@ def task_and_criterion(
     task = chosen or "classification"
     if criterion is not None and not known and (chosen or not averages):
         return task, criterion
-    try:
-        found = criterion_for(chosen, criterion, averages)
-    except ValueError as error:  # its message names an argument that the analyses do not have
-        raise ValueError(str(error).replace("pass task=", "set task=").replace("task=", "network.task=")) from error
-    return task, TaskLoss(found, task_of(task, net.quantiles, net.next_tokens), chosen is not None)
+    found = criterion_for(chosen, criterion, averages, way_out="set network.task=")
+    return task, TaskCriterion(found, task_of(task, net.quantiles, net.next_tokens), chosen is not None)
 
 
 def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:
-    """Return all batches of `data` on a device; raise if targets are missing or inputs are not finite."""
+    """Return all batches of `data` on a device; raise without targets or for inputs that are not finite."""
     if data is None:
         raise ValueError("data must be (inputs, targets) or an iterable of such batches, got None")
     batches: list[tuple[Input, Tensor]] = []
@@ -86,11 +83,11 @@ def with_targets(data: Any, device: torch.device) -> list[tuple[Input, Tensor]]:
 
 
 def shuffled(data: Any, seed: int) -> Any:
-    """Shuffle two tensors `(x, y)`, since batches are split from them in order; return other data unchanged."""
+    """Shuffle a pair of tensors `(x, y)`; return other data unchanged."""
     if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
         return data
     x, y = data
     if len(x) != len(y) or not len(x):
-        raise ValueError(f"data must have one target for each of 1 or more inputs, got {len(y)} for {len(x)}")
+        raise ValueError(f"data must hold inputs, each with one target, got {len(x)} inputs and {len(y)} targets")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     return x[order.to(x.device)], y[order.to(y.device)]

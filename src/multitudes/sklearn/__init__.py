@@ -1,15 +1,13 @@
-"""Estimators for tables with scikit-learn's API: `MultitudeClassifier` and `MultitudeRegressor`.
+"""Estimators for tables with the API of scikit-learn.
 
     from multitudes.sklearn import MultitudeRegressor
 
     model = MultitudeRegressor(random_state=0).fit(X, y)      # arrays, pandas, polars or Arrow
     low, high = model.predict_interval(X_new, 0.9)
 
-`frames` reads tables into columns, `train` trains a network on rows, `fitted` is the fitted part and predicts,
-`base` is shared by both estimators, `estimator_files` saves and loads them.
-
-Imports the library, `lab.data` and scikit-learn. Add a new argument to both estimators and, if
-training needs it, to `train.Recipe`; a new kind of table is a case of `frames.columns_of`.
+`frames` reads tables into columns, `train` trains a network, `fitted` predicts, `base` is shared by both estimators,
+`estimator_files` saves and loads them. Add an argument to both estimators, and to `train.FitSettings` if training
+needs it. Add a kind of table to `frames.frame_columns`. Imports the library, `lab.data` and scikit-learn.
 """
 
 from __future__ import annotations

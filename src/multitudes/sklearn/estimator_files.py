@@ -1,4 +1,4 @@
-"""Save and load estimators: one safetensors file, sealed by a checksum, with everything but tensors in its header."""
+"""Save and load estimators: a safetensors file with a checksum; everything but tensors is in its header."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from multitudes.lab.data.preprocessing import Preprocessing
 from multitudes.lab.data.tables.column_types import ColumnReading
 from multitudes.lab.data.tables.features import feature_of
 from multitudes.lab.data.tables.table import TableEncoder
-from multitudes.sklearn.fitted import Learned
-from multitudes.sklearn.frames import plain
-from multitudes.sklearn.train import made
+from multitudes.sklearn.fitted import FittedModel
+from multitudes.sklearn.frames import python_number
+from multitudes.sklearn.train import make_network
 from multitudes.training.trainer import Epoch
 
 ENTRY, FORMAT = "multitudes.sklearn", 1
@@ -42,7 +42,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
     parts["target"] = {name: t for name in ("center", "scale") if (t := getattr(model, name)) is not None}
     about = {
         "format": FORMAT, "estimator": type(estimator).__name__, "params": _params(estimator),
-        "own": {name: _learned(name, getattr(estimator, name)) for name in OWN if hasattr(estimator, name)},
+        "own": {name: _encode(name, getattr(estimator, name)) for name in OWN if hasattr(estimator, name)},
         "features": [feature.plain() for feature in model.encoder.features],
         "reading": [reading.plain() for reading in model.encoder.reading],
         "networks": [header for header, _ in networks], "outputs": model.outputs,
@@ -57,23 +57,26 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def _params(estimator: Any) -> dict[str, Any]:
-    """Return the arguments for the file; those that cannot be saved become None."""
+    """Return the arguments for the file; None replaces those that cannot be saved."""
     found = estimator.get_params(deep=False)
     if isinstance(found.get("class_weight"), Mapping):
-        found["class_weight"] = [[plain(key), plain(weight)] for key, weight in found["class_weight"].items()]
+        found["class_weight"] = [
+            [python_number(key), python_number(weight)] for key, weight in found["class_weight"].items()
+        ]
     known = (bool, int, float, str, list, tuple, Mapping, np.generic)
     return {
-        name: plain(value) if isinstance(value, known) and name != "module" else None for name, value in found.items()
+        name: python_number(value) if isinstance(value, known) and name != "module" else None
+        for name, value in found.items()
     }
 
 
-def _learned(name: str, value: Any) -> Any:
+def _encode(name: str, value: Any) -> Any:
     """Encode a fitted attribute as JSON."""
     if name == "history_":
         return [[asdict(epoch) for epoch in epochs] for epochs in value]
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str if value.dtype != object else "object", "values": value.tolist()}
-    return plain(value)
+    return python_number(value)
 
 
 # -- loading -----------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ def _learned(name: str, value: Any) -> Any:
 def load(cls: type, path: str | os.PathLike[str], module: Any = None) -> Any:
     """Load the estimator that `save` wrote."""
     path = Path(path)
-    wrong = f"path must be a file that {cls.__name__}.save wrote, got {str(path)!r}, which"
+    wrong = f"path must be a file written by {cls.__name__}.save, got {str(path)!r}, which"
     if not path.is_file():
         raise ValueError(f"{wrong} does not exist")
     try:
@@ -105,11 +108,11 @@ def _loaded(cls: type, about: Mapping[str, Any], tensors: Mapping[str, Tensor], 
         params["quantiles"] = tuple(params["quantiles"])
     estimator = cls(**params)
     for name, value in about["own"].items():
-        setattr(estimator, name, _restored(name, value))
+        setattr(estimator, name, _decode(name, value))
     encoder = TableEncoder(
         tuple(map(feature_of, about["features"])), tuple(ColumnReading(**each) for each in about["reading"])
     )
-    own = None if module is None else made(module, len(encoder.names), about["outputs"])
+    own = None if module is None else make_network(module, len(encoder.names), about["outputs"])
     networks = []
     for number, header in enumerate(about["networks"]):
         net = from_parts(header, below(f"networks/{number}", tensors), own)
@@ -120,14 +123,15 @@ def _loaded(cls: type, about: Mapping[str, Any], tensors: Mapping[str, Tensor], 
         scaling = read_calibration(about["scaling"], below("scaling", tensors))
     if "score" in about:
         conformal = Conformal(ConformalScore(**about["score"]), **below("conformal", tensors))
-    estimator.model_ = Learned(
+    estimator.model_ = FittedModel(
         encoder, Preprocessing(**below("preprocessing", tensors)), tuple(networks),
         about["outputs"], **below("target", tensors), scaling=scaling, conformal=conformal,
     )  # fmt: skip
     return estimator
 
 
-def _restored(name: str, value: Any) -> Any:
+def _decode(name: str, value: Any) -> Any:
+    """Decode a fitted attribute from JSON."""
     if name == "history_":
         return [[Epoch(**epoch) for epoch in epochs] for epochs in value]
     return np.array(value["values"], dtype=value["dtype"]) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Read scikit-learn users' tables into columns: arrays, and frames of pandas, polars and Arrow."""
+"""Read arrays, and frames of pandas, polars and Arrow, into columns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from multitudes.lab.data.tables.table import Choice, TableEncoder
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether this is a frame of pandas, polars or Arrow, with named columns."""
+    """Return True for a frame of pandas, polars or Arrow."""
     if _is(X, "polars", "LazyFrame"):
-        raise ValueError("X must be a frame that is there, got polars' LazyFrame: call X.collect() first")
+        raise ValueError("X must not be a polars LazyFrame: call X.collect() first")
     return _is(X, "pandas", "DataFrame") or _is(X, "polars", "DataFrame") or _is(X, "pyarrow", "Table")
 
 
 def _is(X: Any, package: str, name: str) -> bool:
-    module = sys.modules.get(package)  # a user's frame implies that the package is imported
+    module = sys.modules.get(package)  # an object of a package implies that it is imported
     return module is not None and hasattr(module, name) and isinstance(X, getattr(module, name))
 
 
@@ -38,25 +38,25 @@ def check_names(frame: Any) -> None:
     names = _names(frame)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"X must have columns of different names, got {twice!r} twice")
+        raise ValueError(f"X must have unique column names, got {twice!r} twice")
 
 
-def plain(value: Any) -> Any:
-    """Convert a NumPy number, as in parameter grids, to a Python one."""
+def python_number(value: Any) -> Any:
+    """Convert a NumPy number, for example of a parameter grid, to a Python number."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 # -- columns -----------------------------------------------------------------------------------------------
 
 
-def of_numbers(values: Any, names: Sequence[str]) -> dict[str, Column]:
+def number_columns(values: Any, names: Sequence[str]) -> dict[str, Column]:
     """Return the columns of an array of numbers `[N, F]`, with NaN for missing values."""
     numbers = torch.from_numpy(np.array(values, dtype=np.float64, order="F"))
     return {name: Column("number", numbers[:, at]) for at, name in enumerate(names)}
 
 
-def columns_of(frame: Any) -> tuple[dict[str, Column], dict[str, str]]:
-    """Return the columns of a frame, and forced kinds of some: categorical dtypes become categories."""
+def frame_columns(frame: Any) -> tuple[dict[str, Column], dict[str, str]]:
+    """Return the columns of a frame, and the types of those with a categorical dtype."""
     pa = needed("pyarrow", "sklearn", "a frame with named columns")
     names = _names(frame)
     if isinstance(frame, pa.Table):
@@ -74,7 +74,7 @@ def columns_of(frame: Any) -> tuple[dict[str, Column], dict[str, str]]:
 
 
 def _from_pandas(pa: Any, series: Any) -> Any:
-    """Convert a column to Arrow; objects of mixed types are parsed as texts."""
+    """Convert a column to Arrow; parse objects of mixed types as texts."""
     try:
         return pa.chunked_array([pa.array(series, from_pandas=True)])
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
@@ -96,8 +96,8 @@ def fitted_encoder(
 ) -> TableEncoder:
     """Fit an encoder to these rows; columns of an array are always `numbers`.
 
-    Columns left out of a frame (ids, constants, distinct texts) are listed in a warning; if that would be all of them,
-    only columns without values are left out.
+    A warning lists the columns of a frame that are dropped (ids, constants, distinct texts). If these would be all
+    columns, only columns without values are dropped.
     """
     if numbers:
         known = {name: column.values[rows] for name, column in columns.items()}

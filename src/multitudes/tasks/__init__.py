@@ -64,12 +64,13 @@ def one_of(tasks: Sequence[str], sign: str = "") -> str:
     return " or ".join(f"{sign}{task!r}" for task in tasks)
 
 
-def criterion_for(task: str | None, criterion: Criterion | None, averages: bool = False) -> Criterion:
+def criterion_for(
+    task: str | None, criterion: Criterion | None, averages: bool = False, way_out: str = "pass task="
+) -> Criterion:
     """Return the training criterion: the task's default, or the given one unless it is for another task.
 
     A task of None was not chosen: it stands for classification. Averaging several draws (`averages`) depends on the
-    task, so an unknown criterion then needs a chosen task.
-
+    task, so an unknown criterion then needs a chosen task. Errors start their advice with `way_out`.
     >>> criterion_for("regression", None).__name__
     'mse_loss'
     >>> criterion_for(None, F.mse_loss)
@@ -85,8 +86,7 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
     name = getattr(unwrapped(criterion), "__name__", type(criterion).__name__)
     if known and chosen.name not in known:
         raise InputError(
-            f"criterion {name} is for task {one_of(known)}, and the task is {chosen.name!r}: "
-            f"pass {one_of(known, 'task=')}"
+            f"criterion {name} is for task {one_of(known)}, and the task is {chosen.name!r}: {one_of(known, way_out)}"
         )
     if is_any(criterion, (F.binary_cross_entropy, nn.BCELoss)):
         raise InputError(
@@ -96,6 +96,6 @@ def criterion_for(task: str | None, criterion: Criterion | None, averages: bool 
     if not known and task is None and averages:
         raise InputError(
             "task must be given beside a criterion of your own where draws are averaged, since probabilities and "
-            f"values are averaged differently: pass task=, one of {', '.join(TASKS)}"
+            f"values are averaged differently: {way_out}, one of {', '.join(TASKS)}"
         )
     return criterion

@@ -1,4 +1,4 @@
-"""What trained networks are for, through the command line: predict, evaluate, export, explain, report."""
+"""Commands for trained networks: predict, evaluate, explain, report."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from multitudes.lab.study.run.worker import run as run_job
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
 from multitudes.tasks.predictive import Predictive
-from tests.lab.cli.test_cli import PACKAGE, Ran, multitudes_says, sentence
+from tests.lab.cli.test_cli import PACKAGE, Ran, run_cli, sentence
 
 CPU = ("--device", "cpu")
 
 
 def trained(out: Path, **options: Any) -> Run:
-    """A run whose jobs were done in this process."""
+    """Run a study in this process."""
     spec = Spec.of(device="cpu", shift=[], draws=3, sizes=[1], **options)
     run = prepare(spec, out)
     for job in run.jobs:
@@ -57,7 +57,7 @@ def digits(images: Run) -> Data:
 
 
 def garden(path: Path, rows: int = 120) -> Path:
-    """A table whose height follows from its other columns."""
+    """Write a table whose height depends on its other columns."""
     random = np.random.default_rng(0)
     lines = ["sun,kind,height"]
     for _ in range(rows):
@@ -76,14 +76,14 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PACKAGE)
     return tmp_path
 
 
 def draw(folder: Path, x: torch.Tensor) -> list[Path]:
-    """Images `[N, 1, H, W]` as files."""
+    """Write images `[N, 1, H, W]` to files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{number:03}.png" for number in range(len(x))]
     for path, image in zip(paths, x, strict=True):
@@ -92,23 +92,23 @@ def draw(folder: Path, x: torch.Tensor) -> list[Path]:
 
 
 def says(*arguments: Any) -> Ran:
-    """What a command that succeeds says, on the CPU."""
-    ran = multitudes_says(*arguments, *CPU)
+    """Run a command on the CPU that must succeed."""
+    ran = run_cli(*arguments, *CPU)
     assert ran.code == 0, ran.err
     return ran
 
 
 def refuses(*arguments: Any) -> str:
-    """The sentence of a command that fails."""
-    return sentence(multitudes_says(*arguments, *CPU))
+    """Return the error of a command that must fail."""
+    return sentence(run_cli(*arguments, *CPU))
 
 
 def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def answers(job: Path, data: Data, x: torch.Tensor) -> Any:
-    """What the saved network says itself."""
+def predictions(job: Path, data: Data, x: torch.Tensor) -> Any:
+    """Predict with the saved network."""
     net = load(job / "model.safetensors").eval()
     with torch.no_grad():
         return net.predict(data.normalised(x), seed=0)
@@ -117,10 +117,8 @@ def answers(job: Path, data: Data, x: torch.Tensor) -> Any:
 # -- predict -----------------------------------------------------------------------------------------------
 
 
-def test_images_in_and_a_table_of_answers_out_through_the_real_command_line(
-    deep: Path, digits: Data, elsewhere: Path
-) -> None:
-    draw(elsewhere / "some", digits.test.x[:6])
+def test_predict_writes_a_row_for_each_image(deep: Path, digits: Data, folder: Path) -> None:
+    draw(folder / "some", digits.test.x[:6])
     done = subprocess.run(
         [sys.executable, "-m", "multitudes", "predict", str(deep), "some", *CPU],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PACKAGE},
@@ -129,19 +127,17 @@ def test_images_in_and_a_table_of_answers_out_through_the_real_command_line(
     rows = rows_of(done.stdout)
     assert list(rows[0]) == ["input", "label", "confidence", "entropy", "mutual_information"]
     assert [row["input"] for row in rows] == [f"some/{number:03}.png" for number in range(6)]
-    want = answers(deep, digits, digits.test.x[:6])
+    want = predictions(deep, digits, digits.test.x[:6])
     assert [row["label"] for row in rows] == [digits.classes[label] for label in want.label.tolist()]
     for name in ("confidence", "entropy", "mutual_information"):
         assert [float(row[name]) for row in rows] == pytest.approx(getattr(want, name).tolist(), rel=1e-4, abs=1e-5)
 
 
-def test_json_has_the_same_answers_and_the_probabilities_where_they_are_asked_for(
-    deep: Path, digits: Data, elsewhere: Path
-) -> None:
-    paths = draw(elsewhere, digits.test.x[:3])
+def test_json_has_the_same_predictions_and_optional_probabilities(deep: Path, digits: Data, folder: Path) -> None:
+    paths = draw(folder, digits.test.x[:3])
     as_csv = rows_of(says("predict", deep, *paths).out)
     says("predict", deep, *paths, "--to", "a.json", "--probs")
-    found = json.loads((elsewhere / "a.json").read_text())
+    found = json.loads((folder / "a.json").read_text())
     assert [row["label"] for row in found] == [row["label"] for row in as_csv]
     for row in found:
         probs = [row[f"p({name})"] for name in digits.classes]
@@ -150,46 +146,45 @@ def test_json_has_the_same_answers_and_the_probabilities_where_they_are_asked_fo
         assert row["entropy"] == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-3)
 
 
-def test_draws_are_the_same_each_time_and_others_with_another_seed(images: Run, digits: Data, elsewhere: Path) -> None:
+def test_draws_depend_on_the_seed_only(images: Run, digits: Data, folder: Path) -> None:
     job = images.job("drop_connect", 0).directory
-    (path,) = draw(elsewhere, digits.test.x[:1])
+    (path,) = draw(folder, digits.test.x[:1])
     one, two, other = (says("predict", job, path, "--seed", seed, "--draws", 5).out for seed in (1, 1, 2))
     assert one == two != other
 
 
-def test_images_of_any_size_and_colour_are_read_or_named_and_left_out(deep: Path, elsewhere: Path) -> None:
-    draw(elsewhere / "some", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
-    Image.new("RGB", (31, 17), (200, 30, 30)).save(elsewhere / "some" / "red.jpg")
-    (elsewhere / "some" / "labels.csv").write_text("file,label\n000.png,3\n")  # not what an image network reads
+def test_images_of_any_size_are_read_and_bad_ones_can_be_skipped(deep: Path, folder: Path) -> None:
+    draw(folder / "some", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    Image.new("RGB", (31, 17), (200, 30, 30)).save(folder / "some" / "red.jpg")
+    (folder / "some" / "labels.csv").write_text("file,label\n000.png,3\n")  # not what an image network reads
     assert len(rows_of(says("predict", deep, "some").out)) == 3
-    (elsewhere / "some" / "bad.png").write_text("no image")
-    told = refuses("predict", deep, "some")
-    assert "some/bad.png" in told and "--skip-bad" in told
+    (folder / "some" / "bad.png").write_text("no image")
+    error = refuses("predict", deep, "some")
+    assert "some/bad.png" in error and "--skip-bad" in error
     ran = says("predict", deep, "some", "--skip-bad")
     assert "Left out 1 of 4" in ran.err and len(rows_of(ran.out)) == 3
 
 
 def test_an_interval_without_a_bound_is_null_in_json_and_an_empty_cell(
-    table: Run, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+    table: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As conformal ones have at a level that the held-out rows are too few for; JSON has no infinity."""
     monkeypatch.setattr(Predictive, "interval", lambda self, level: (self.mean - math.inf, self.mean + math.inf))
-    (elsewhere / "new.csv").write_text("kind,sun\noak,4\n")
+    (folder / "new.csv").write_text("kind,sun\noak,4\n")
     (found,) = json.loads(says("predict", table.directory, "new.csv", "--format", "json").out)
     assert (found["low"], found["high"]) == (None, None) and math.isfinite(found["mean"])
     (row,) = rows_of(says("predict", table.directory, "new.csv").out)
     assert (row["low"], row["high"]) == ("", "")
 
 
-def test_a_table_in_and_means_with_intervals_out(table: Run, elsewhere: Path) -> None:
-    (elsewhere / "new.csv").write_text("kind,id,sun\noak,a,4\nrose,b,0.5\n")  # other order, more columns, no target
+def test_predict_writes_means_and_intervals_for_a_table(table: Run, folder: Path) -> None:
+    (folder / "new.csv").write_text("kind,id,sun\noak,a,4\nrose,b,0.5\n")  # other order, more columns, no target
     rows = rows_of(says("predict", table.directory, "new.csv").out)
     assert [row["input"] for row in rows] == ["line 2", "line 3"]
     data = datasets.read(table.data_path)
     x = torch.zeros(2, len(data.columns))
     x[:, data.columns.index("sun")] = torch.tensor([4.0, 0.5])
     x[0, data.columns.index("kind=oak")] = x[1, data.columns.index("kind=rose")] = 1
-    want = answers(table.jobs[0].directory, data, x)
+    want = predictions(table.jobs[0].directory, data, x)
     mean = want.mean[:, 0] * data.target_std + data.target_mean
     reach = 1.959964 * want.std[:, 0] * data.target_std
     for name, values in (("mean", mean), ("low", mean - reach), ("high", mean + reach)):
@@ -206,120 +201,119 @@ TABLES = {
 
 
 @pytest.mark.parametrize("case", TABLES)
-def test_a_table_that_does_not_fit_says_why(case: str, table: Run, elsewhere: Path) -> None:
+def test_an_unsuitable_table_is_an_error(case: str, table: Run, folder: Path) -> None:
     text, words = TABLES[case]
-    (elsewhere / "new.csv").write_text(text)
-    told = refuses("predict", table.directory, "new.csv")
+    (folder / "new.csv").write_text(text)
+    error = refuses("predict", table.directory, "new.csv")
     for word in words:
-        assert word in told
+        assert word in error
 
 
-def test_a_category_that_training_had_not_is_told(table: Run, elsewhere: Path) -> None:
-    (elsewhere / "new.csv").write_text("sun,kind\n1,oak\n2,palm\n")
-    told = says("predict", table.directory, "new.csv").err
-    assert "1 row has a category that the training data had not" in told
+def test_unknown_categories_are_reported(table: Run, folder: Path) -> None:
+    (folder / "new.csv").write_text("sun,kind\n1,oak\n2,palm\n")
+    error = says("predict", table.directory, "new.csv").err
+    assert "1 row has a category that the training data had not" in error
 
 
-def test_a_value_that_is_missing_is_filled_in_and_told(table: Run, elsewhere: Path) -> None:
-    """By the median of the training rows, though none was missing there."""
+def test_missing_values_are_imputed_and_reported(table: Run, folder: Path) -> None:
     data = datasets.read(table.data_path)
     median = np.median(data.train.x[:, data.columns.index("sun")])
-    (elsewhere / "new.csv").write_text(f"sun,kind\n,oak\n{median:.6f},oak\nn.v.,oak\n1,oak\n")
+    (folder / "new.csv").write_text(f"sun,kind\n,oak\n{median:.6f},oak\nn.v.,oak\n1,oak\n")
     ran = says("predict", table.directory, "new.csv")
     means = [float(row["mean"]) for row in rows_of(ran.out)]
     assert means[0] == means[2] == pytest.approx(means[1], rel=1e-5)
     assert "'sun' is missing in 2 rows" in ran.err
 
 
-def test_an_image_is_no_row_of_a_table(table: Run, elsewhere: Path) -> None:
-    (path,) = draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
-    told = refuses("predict", table.directory, path)
-    assert told.endswith(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
+def test_a_network_for_tables_refuses_images(table: Run, folder: Path) -> None:
+    (path,) = draw(folder, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
+    error = refuses("predict", table.directory, path)
+    assert error.endswith(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "explain"])
-def test_a_precision_that_this_machine_cannot_compute_in_is_refused(
-    command: str, deep: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_unsupported_precision_is_an_error(
+    command: str, deep: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot(precision: str, device: object) -> None:
         if precision == "bfloat16":
             raise ValueError("precision='bfloat16' cannot be computed on this CPU")
 
     monkeypatch.setattr("multitudes.lab.study.run.trained_network.check_precision", cannot)
-    inputs = draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8)) if command == "predict" else []
+    inputs = draw(folder, torch.zeros(1, 1, 8, 8, dtype=torch.uint8)) if command == "predict" else []
     assert "--precision 'bfloat16' cannot" in refuses(command, deep, *inputs, "--precision", "bfloat16")
 
 
-def test_what_is_no_network_is_refused(images: Run, deep: Path, elsewhere: Path) -> None:
-    draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
-    told = refuses("predict", images.directory, "000.png")
-    assert "deep-0, drop_connect-0" in told and "the best" in told
-    (elsewhere / "packed-0").mkdir()
-    shutil.copy(deep / "config.json", elsewhere / "packed-0")
-    assert "without results" in refuses("predict", "packed-0", "packed-0")
+def test_predict_requires_a_finished_job(images: Run, deep: Path, folder: Path) -> None:
+    draw(folder, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
+    error = refuses("predict", images.directory, "000.png")
+    assert "deep-0, drop_connect-0" in error and "the best" in error
+    (folder / "packed-0").mkdir()
+    shutil.copy(deep / "config.json", folder / "packed-0")
+    assert "not done" in refuses("predict", "packed-0", "packed-0")
     assert "'nothing.png' does not exist" in refuses("predict", deep, "nothing.png")
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------
 
 
-def test_evaluating_its_own_test_part_gives_the_scores_of_the_study(deep: Path, elsewhere: Path) -> None:
+def test_evaluate_repeats_the_scores_of_the_study(deep: Path, folder: Path) -> None:
     ran = says("evaluate", deep, "--to", "scores.json")
-    found = json.loads((elsewhere / "scores.json").read_text())
+    found = json.loads((folder / "scores.json").read_text())
     want = json.loads((deep / "metrics.json").read_text())["scores"]
     for name in ("accuracy", "nll", "ece", "ood/photographs/mutual_information/auroc"):
         assert found[name]["value"] == pytest.approx(want[name]["value"], rel=1e-5)
         assert f"{name} " in ran.out
 
 
-def test_other_images_are_scored_by_the_names_of_their_folders(deep: Path, digits: Data, elsewhere: Path) -> None:
+def test_other_images_have_labels_by_folder(deep: Path, digits: Data, folder: Path) -> None:
     for number, name in enumerate(digits.classes[:3]):
-        draw(elsewhere / "other" / name, digits.test.x[digits.test.y == number])
-    draw(elsewhere / "blank", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+        draw(folder / "other" / name, digits.test.x[digits.test.y == number])
+    draw(folder / "blank", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
     says("evaluate", deep, "other", "--to", "scores.json", "--shift", "contrast", "--severities", "5", "--ood", "blank")
-    found = json.loads((elsewhere / "scores.json").read_text())
+    found = json.loads((folder / "scores.json").read_text())
     chosen = digits.test.y < 3
-    want = answers(deep, digits, digits.test.x[chosen])
+    want = predictions(deep, digits, digits.test.x[chosen])
     accuracy = (want.label == digits.test.y[chosen]).float().mean().item()
     assert found["accuracy"] == {"value": pytest.approx(accuracy), "count": int(chosen.sum())}
     assert {"shift/contrast/5/accuracy", "ood/blank/entropy/auroc", "ood/photographs/entropy/auroc"} < set(found)
-    draw(elsewhere / "other" / "cat", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    draw(folder / "other" / "cat", torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
     assert "'cat'" in refuses("evaluate", deep, "other")
 
 
-def test_a_table_is_scored_in_its_own_units(table: Run, elsewhere: Path) -> None:
-    garden(elsewhere / "garden.csv")
+def test_a_table_is_scored_in_the_units_of_its_target(table: Run, folder: Path) -> None:
+    garden(folder / "garden.csv")
     command = ["evaluate", table.directory, "garden.csv", "--to", "scores.json"]
     assert "sun, kind, height" in refuses(*command)
     says(*command, "--target", "height")
     predicted = rows_of(says("predict", table.directory, "garden.csv").out)
-    heights = np.array([float(row["height"]) for row in rows_of((elsewhere / "garden.csv").read_text())])
+    heights = np.array([float(row["height"]) for row in rows_of((folder / "garden.csv").read_text())])
     means = np.array([float(row["mean"]) for row in predicted])
-    found = json.loads((elsewhere / "scores.json").read_text())["rmse"]
+    found = json.loads((folder / "scores.json").read_text())["rmse"]
     assert found["count"] == 120
     assert found["value"] == pytest.approx(np.sqrt(np.mean((means - heights) ** 2)), rel=1e-3)
 
 
-# -- export, explain, report -------------------------------------------------------------------------------
+# -- explain, report ---------------------------------------------------------------------------------------
 
 
-def test_explain_compares_the_networks_of_a_run_on_a_page(images: Run, elsewhere: Path) -> None:
+def test_explain_compares_the_networks_of_a_run_on_a_page(images: Run, folder: Path) -> None:
     ran = says("explain", images.directory, "--to", "why.html", "--points", "3", "--inputs", "32")
     assert "Comparing 2 networks: deep-0, member 0; deep-0, member 1" in ran.err
-    assert "plotly" in (elsewhere / "why.html").read_text(encoding="utf-8")
+    assert "plotly" in (folder / "why.html").read_text(encoding="utf-8")
     assert "deep, drop_connect" in refuses("explain", images.directory, "--methods", "packed")
     assert "two networks" in refuses("explain", images.job("drop_connect", 0).directory)
 
 
-def test_explain_compares_networks_that_predict_numbers(table: Run, elsewhere: Path) -> None:
+def test_explain_compares_networks_that_predict_numbers(table: Run, folder: Path) -> None:
     ran = says("explain", table.directory, "--to", "why.html", "--points", "3", "--inputs", "32")
     assert "Comparing 2 networks: deep-0, member 0; deep-0, member 1" in ran.err
-    assert "RMS difference of means" in (elsewhere / "why.html").read_text(encoding="utf-8")
+    assert "RMS difference of means" in (folder / "why.html").read_text(encoding="utf-8")
 
 
-def test_the_page_can_be_written_again(images: Run) -> None:
+def test_report_rewrites_the_page(images: Run) -> None:
     images.report_path.unlink(missing_ok=True)
-    ran = multitudes_says("report", images.directory)
+    ran = run_cli("report", images.directory)
     assert ran.code == 0, ran.err
     assert ran.out == f"Report: {images.report_path}\n"
     assert images.report_path.is_file()

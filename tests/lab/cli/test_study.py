@@ -1,4 +1,4 @@
-"""`compare` and `train` through the real command line: from nothing to a page, killed, stopped, and resumed."""
+"""`compare` and `train`: complete runs, interrupts, options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +21,7 @@ from multitudes.lab.study.run.monitor import Outcome
 from multitudes.lab.study.run.store import Job, Run
 from multitudes.lab.study.run.worker import run as run_job
 from multitudes.lab.study.spec.method_rows import METHODS, methods_for
-from tests.lab.cli.test_cli import PACKAGE, multitudes_says, sentence
+from tests.lab.cli.test_cli import PACKAGE, run_cli, sentence
 from tests.lab.study.study_cases import write_table
 
 STUDY = """
@@ -46,7 +45,7 @@ COMPARE = ("compare", "study.toml", "--out", "run", "--workers", "1", "--seeds",
 
 
 def program(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start the program in a process of its own, in a session as a shell would give it."""
+    """Start the program in a separate session, like a shell."""
     return subprocess.Popen(
         [sys.executable, "-m", "multitudes", *arguments],
         cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -56,7 +55,7 @@ def program(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Until it is so, or the process has ended by itself."""
+    """Wait until the condition is true; fail if the process ends."""
     deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -64,17 +63,13 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.02)
 
 
-def epochs_said(job: Job) -> int:
+def epochs_logged(job: Job) -> int:
     return sum(event["event"] == "epoch" for event in job.events()[0])
-
-
-def scores(run: Run) -> dict[str, Any]:
-    return {job.name: (job.metrics["scores"], job.metrics["by_size"]) for job in run.jobs}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a study in it, and what comparing printed."""
+    """Run a study in a folder, with its output in said.json."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "study.toml").write_text(STUDY)
     process = program(folder, *COMPARE)
@@ -85,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with the study in it."""
+    """A working directory with the study file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PACKAGE)
     (tmp_path / "study.toml").write_text(STUDY)
@@ -94,20 +89,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def copied(folder: Path, here: Path) -> Path:
-    """The finished study, in the working directory, to be changed."""
+    """A copy of the finished study in the working directory."""
     return Path(shutil.copytree(folder, here, dirs_exist_ok=True))
 
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Ctrl-C came when the first job is to be started."""
+    """Interrupt before the first job starts."""
     monkeypatch.setattr("multitudes.lab.cli.study_commands._run", Mock(side_effect=KeyboardInterrupt))
 
 
-# -- from nothing to a page --------------------------------------------------------------------------------
+# -- a complete run ---------------------------------------------------------------------------------------
 
 
-def test_compare_leaves_a_run_directory_with_a_page_and_prints_the_leaderboard(folder: Path) -> None:
+def test_compare_writes_a_run_directory_and_prints_the_leaderboard(folder: Path) -> None:
     code, out, err = json.loads((folder / "said.json").read_text())
     assert code == 0, err
     run = Run(folder / "run")
@@ -126,34 +121,32 @@ def test_compare_leaves_a_run_directory_with_a_page_and_prints_the_leaderboard(f
     assert "\n2 of 2 jobs done\n" in err
 
 
-def test_the_same_command_again_does_nothing_and_says_the_same(copied: Path) -> None:
+def test_repeating_a_finished_command_does_nothing(copied: Path) -> None:
     before = {job.name: (job.directory / "metrics.json").stat().st_mtime_ns for job in Run("run").jobs}
-    ran = multitudes_says(*COMPARE)
+    ran = run_cli(*COMPARE)
     assert ran.code == 0
-    assert "2 of 2 jobs were done before" in ran.err
+    assert "2 of 2 jobs are already done" in ran.err
     assert ran.out == json.loads((copied / "said.json").read_text())[1]
     assert {job.name: (job.directory / "metrics.json").stat().st_mtime_ns for job in Run("run").jobs} == before
 
 
-def test_a_changed_study_says_which_jobs_are_stale_and_removes_them_only_when_asked(
-    copied: Path, stopped: None
-) -> None:
-    told = sentence(multitudes_says(*COMPARE, "--epochs", "3"))
+def test_a_changed_study_lists_stale_jobs_and_reruns_them_on_request(copied: Path, stopped: None) -> None:
+    told = sentence(run_cli(*COMPARE, "--epochs", "3"))
     assert "2 jobs are stale" in told
     assert "single-0, packed-0: training.epochs was 2, is 3" in told
     assert "--rerun-stale" in told and "--out" in told
     run = Run("run")
     assert len(run.done) == 2, "nothing was touched"
-    assert multitudes_says(*COMPARE, "--epochs", "3", "--rerun-stale").code == 130
+    assert run_cli(*COMPARE, "--epochs", "3", "--rerun-stale").code == 130
     assert not run.done
     assert [(job.config or {})["training"]["epochs"] for job in run.jobs] == [3, 3]
 
 
-def test_a_failed_job_is_named_and_the_others_are_shown(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_job_is_reported_with_the_results_of_others(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (Run("run").job("packed", 0).directory / "metrics.json").unlink()
     failed = Outcome([], {"packed-0": "the loss is nan at step 3"})
     monkeypatch.setattr("multitudes.lab.cli.study_commands._run", Mock(return_value=failed))
-    ran = multitudes_says(*COMPARE)
+    ran = run_cli(*COMPARE)
     assert ran.code == 2
     assert "packed-0 failed: the loss is nan at step 3\n" in ran.err
     assert ran.err.rstrip().splitlines()[-1].startswith("Error: 1 job failed")
@@ -161,49 +154,30 @@ def test_a_failed_job_is_named_and_the_others_are_shown(copied: Path, monkeypatc
     assert ran.out.rstrip().endswith("Report: run/report.html")
 
 
-# -- killed and stopped ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # a job that was killed is in test_study_job, a study that was killed in test_study_stopped
-def test_killed_and_started_again_it_ends_with_the_same_results(folder: Path, here: Path) -> None:
-    process = program(here, *COMPARE)
-    run = Run(here / "run")
-    wait_for(lambda: run.job("single", 0).done and epochs_said(run.job("packed", 0)) > 0, process)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    time.sleep(0.5)
-    assert [job.name for job in run.done] == ["single-0"], "the running job is lost, and no other"
-    first = (run.job("single", 0).directory / "metrics.json").read_bytes()
-
-    ran = multitudes_says(*COMPARE)
-    assert ran.code == 0, ran.err
-    assert "1 of 2 jobs were done before" in ran.err
-    assert (run.job("single", 0).directory / "metrics.json").read_bytes() == first
-    assert scores(run) == scores(Run(folder / "run"))
-    assert not list(run.directory.rglob("*unfinished*"))
+# -- interrupts -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_jobs_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_jobs(tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(STUDY.replace("epochs = 2", "epochs = 2000"))
     process = program(tmp_path, *COMPARE)
     job = Run(tmp_path / "run").job("single", 0)
-    wait_for(lambda: epochs_said(job) > 0, process)
+    wait_for(lambda: epochs_logged(job) > 0, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "0 of 2 jobs done: the same command again resumes the study" in err
     assert "Traceback" not in err
-    said = epochs_said(job)
+    said = epochs_logged(job)
     time.sleep(0.5)
-    assert epochs_said(job) == said, "the job has ended too"
+    assert epochs_logged(job) == said, "the job has ended too"
 
 
 # -- options -----------------------------------------------------------------------------------------------
 
 
-def test_options_replace_what_the_file_says(here: Path, stopped: None) -> None:
-    ran = multitudes_says(
+def test_options_override_the_file(here: Path, stopped: None) -> None:
+    ran = run_cli(
         "compare", "study.toml", "--methods", "deep", "--seeds", "2", "--seed", "5", "--epochs", "7", "--lr", "0.2",
         "--shift", "none", "--precision", "bfloat16", "--limit", "50",
     )  # fmt: skip
@@ -216,7 +190,7 @@ def test_options_replace_what_the_file_says(here: Path, stopped: None) -> None:
     assert training == {"epochs": 7, "lr": 0.2, "precision": "bfloat16"}
     assert config["evaluation"]["shift"] == []
     assert run.about is not None and run.about["parts"]["train"] == 50
-    multitudes_says("compare", "study.toml", "--methods", "all", "--epochs", "10")
+    run_cli("compare", "study.toml", "--methods", "all", "--epochs", "10")
     assert [job.label for job in run.jobs] == methods_for((1, 8, 8)), "all methods are those that fit the data"
 
 
@@ -226,7 +200,7 @@ def test_a_scale_of_a_file_finds_its_data_in_the_data_root(here: Path, stopped: 
     (here / "study.toml").write_text(
         "[data]\nsource = 'rows.csv'\ntarget = 'y'\n[methods.single]\n[scales.few]\nseeds = 1"
     )
-    assert multitudes_says("compare", "study.toml", "--scale", "few", "--data-root", "root").code == 130
+    assert run_cli("compare", "study.toml", "--scale", "few", "--data-root", "root").code == 130
     run = Run("runs/study-few")
     assert [job.name for job in run.jobs] == ["single-0"]
     assert run.about is not None and run.about["request"]["source"] == str(table)
@@ -235,13 +209,13 @@ def test_a_scale_of_a_file_finds_its_data_in_the_data_root(here: Path, stopped: 
 # -- train -------------------------------------------------------------------------------------------------
 
 
-def test_train_leaves_one_job_that_the_other_commands_take(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_writes_one_job_that_evaluate_accepts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_process(run: Run, *_: object) -> Outcome:
         run_job(run.jobs[0].directory)
         return Outcome([run.jobs[0].name], {})
 
     monkeypatch.setattr("multitudes.lab.cli.study_commands._run", in_this_process)
-    ran = multitudes_says(
+    ran = run_cli(
         "train", "digits", "--limit", "60", "--epochs", "1", "--set", "members=2", "--shift", "none", "--seed", "4",
         "--device", "cpu",
     )  # fmt: skip
@@ -250,7 +224,7 @@ def test_train_leaves_one_job_that_the_other_commands_take(here: Path, monkeypat
     (job,) = Run("runs/digits-packed").done
     assert job.config is not None and job.config["settings"]["members"] == 2
     assert f"{job.metrics['scores']['nll']['value']:.4f}" in ran.out
-    again = multitudes_says("evaluate", "runs/digits-packed", "--device", "cpu")
+    again = run_cli("evaluate", "runs/digits-packed", "--device", "cpu")
     assert again.code == 0
     shown = dict(re.findall(r"^(\w+) +([-\d.]+)", again.out, re.M))
     assert float(shown["nll"]) == pytest.approx(job.metrics["scores"]["nll"]["value"], abs=1e-4)

@@ -14,7 +14,7 @@ from multitudes.lab.study.run.monitor import Outcome
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.run.trained_network import Trained
 from multitudes.lab.study.run.worker import run as run_job
-from tests.lab.cli.test_cli import Ran, multitudes_says, sentence
+from tests.lab.cli.test_cli import Ran, run_cli, sentence
 
 ROWS = 120
 RNG = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained_on(content: bytes, *options: object) -> Ran:
     Path("t.csv").write_bytes(content)
-    return multitudes_says("train", "t.csv", "--target", "y", "--method", "single", *FAST, "--out", "run", *options)
+    return run_cli("train", "t.csv", "--target", "y", "--method", "single", *FAST, "--out", "run", *options)
 
 
 def check_learned(found: Trained, columns: list[str]) -> None:
@@ -150,5 +150,5 @@ def test_bad_rows_can_be_left_out() -> None:
 
 def test_the_column_to_predict_must_be_said() -> None:
     Path("t.csv").write_bytes(text(rows()))
-    told = sentence(multitudes_says("train", "t.csv", "--method", "single", *FAST))
+    told = sentence(run_cli("train", "t.csv", "--method", "single", *FAST))
     assert "--target must say which column of t.csv to predict: x, noise, y" in told

@@ -24,7 +24,7 @@ from multitudes.lab.study.run.worker import run as run_job
 from multitudes.lab.study.spec.method_rows import METHODS, methods_for
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
-from tests.lab.cli.test_cli import multitudes_says
+from tests.lab.cli.test_cli import run_cli
 from tests.zoo.predictions import raises
 
 
@@ -68,7 +68,7 @@ def test_a_new_kind_of_data_is_one_row(tmp_path: Path, monkeypatch: pytest.Monke
         scores = json.loads((job.directory / "metrics.json").read_text())["scores"]
         assert scores["accuracy"]["value"] > 0.75
     assert report.write(run.directory).is_file()
-    told = multitudes_says("predict", run.jobs[0].directory, tmp_path / "walks.csv", "--device", "cpu").out
+    told = run_cli("predict", run.jobs[0].directory, tmp_path / "walks.csv", "--device", "cpu").out
     labels = [line.split(",")[1] for line in told.splitlines()[1:]]
     assert sum(label == row[-1] for label, row in zip(labels, rows, strict=True)) > 90
     assert set(METHODS) - set(methods_for(data.shape)) == {"smooth", "smooth_dropout", "lora"}

@@ -24,7 +24,7 @@ from multitudes.lab.data import Data
 from multitudes.lab.serve.served_network import Question, ServedNetwork
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.run.trained_network import Trained
-from tests.lab.cli.test_cli import multitudes_says, sentence
+from tests.lab.cli.test_cli import run_cli, sentence
 from tests.lab.cli.test_predict import draw, trained
 from tests.lab.serve.serve_cases import (
     CLOSE,
@@ -64,7 +64,7 @@ def test_images_get_the_answers_of_the_network_itself(images: Run, digits: Data,
 def test_answers_are_those_that_predict_writes(images: Run, digits: Data, client: Client, tmp_path: Path) -> None:
     paths = draw(tmp_path / "some", digits.test.x[:5])
     to = tmp_path / "answers.json"
-    ran = multitudes_says("predict", images.job("deep", 0).directory, *paths, "--probs", "--to", to, "--device", "cpu")
+    ran = run_cli("predict", images.job("deep", 0).directory, *paths, "--probs", "--to", to, "--device", "cpu")
     assert ran.code == 0, ran.err
     for want, path in zip(json.loads(to.read_text()), paths, strict=True):
         (found,) = client.answers(path.read_bytes(), "image/png")
@@ -133,7 +133,7 @@ def test_a_network_whose_rows_see_each_other_gets_each_request_by_itself(images:
 def test_rows_get_the_answers_that_predict_gives_to_a_file(table: Run, rows: Client, tmp_path: Path) -> None:
     lines = [{"sun": 4, "kind": "oak"}, {"sun": 0.5, "kind": "rose"}, {"sun": None, "kind": "fern"}]
     (tmp_path / "new.csv").write_text("kind,sun\noak,4\nrose,0.5\nfern,\n")
-    ran = multitudes_says("predict", table.directory, tmp_path / "new.csv", "--device", "cpu", "--level", "0.8")
+    ran = run_cli("predict", table.directory, tmp_path / "new.csv", "--device", "cpu", "--level", "0.8")
     found = rows.predict({"rows": lines}, query="?level=0.8").json
     assert found["notes"] == ["'sun' is missing in 1 row, and filled in as in training"]
     want = list(csv.DictReader(io.StringIO(ran.out)))
@@ -161,7 +161,7 @@ def test_texts_get_the_answers_of_predict(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", data=source, **options)
     texts = ["the film was great", "the meal was awful and the phone came late and the song was dull", "<b>&</b> été"]
     given = [part for text in texts for part in ("--text", text)]
-    ran = multitudes_says("predict", run.directory, *given, "--device", "cpu")
+    ran = run_cli("predict", run.directory, *given, "--device", "cpu")
     assert ran.code == 0, ran.err
     want = list(csv.DictReader(io.StringIO(ran.out)))
     with in_thread(run.jobs[0].directory) as client, ThreadPoolExecutor(3) as pool:
@@ -228,11 +228,11 @@ def test_other_machines_are_served_with_a_warning_where_there_is_no_token(
     apps: list[Any] = []
     monkeypatch.setattr("multitudes.lab.serve.server.run", lambda app, listening, seconds: apps.append(app))
     command = ("serve", images.job("deep", 0).directory, "--port", 0, "--device", "cpu")
-    told = {host: multitudes_says(*command, "--host", host) for host in ("127.0.0.1", "0.0.0.0")}
+    told = {host: run_cli(*command, "--host", host) for host in ("127.0.0.1", "0.0.0.0")}
     assert "Warning" not in told["127.0.0.1"].err and "at http://127.0.0.1:" in told["127.0.0.1"].err
-    assert "Warning: whoever reaches 0.0.0.0:" in told["0.0.0.0"].err
+    assert "Warning: anyone who can reach 0.0.0.0:" in told["0.0.0.0"].err
     monkeypatch.setenv("MULTITUDES_TOKEN", "open-sesame")
-    quiet = multitudes_says(*command, "--host", "0.0.0.0")
+    quiet = run_cli(*command, "--host", "0.0.0.0")
     assert quiet.code == 0 and "Warning" not in quiet.err and "sesame" not in quiet.err + quiet.out
     assert len(apps) == 3
 
@@ -296,9 +296,9 @@ def test_openapi_describes_every_address_of_programs(client: Client) -> None:
 def test_the_program_refuses_what_it_cannot_serve(images: Run, tmp_path: Path) -> None:
     job = images.job("deep", 0).directory
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = sentence(multitudes_says("serve", job, "--port", taken.getsockname()[1], "--device", "cpu"))
+        told = sentence(run_cli("serve", job, "--port", taken.getsockname()[1], "--device", "cpu"))
     assert "--host '127.0.0.1' and --port" in told and "in use" in told
-    assert "--level must be above 0" in sentence(multitudes_says("serve", job, "--level", "0"))
-    told = sentence(multitudes_says("serve", job, "--token", " spaced "))
+    assert "--level must be above 0" in sentence(run_cli("serve", job, "--level", "0"))
+    told = sentence(run_cli("serve", job, "--token", " spaced "))
     assert "--token must be printable" in told and "spaced" not in told
-    assert "JOB must be a job directory" in sentence(multitudes_says("serve", tmp_path))
+    assert "JOB must be a job directory" in sentence(run_cli("serve", tmp_path))

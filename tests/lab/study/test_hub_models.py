@@ -23,7 +23,7 @@ from multitudes.lab.study.spec.hub_models import HubModel, build_hub_model
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
 from multitudes.models import FromTokens
-from tests.lab.cli.test_cli import multitudes_says, sentence
+from tests.lab.cli.test_cli import run_cli, sentence
 from tests.zoo.tiny_text import reviews, text_model, tokenizer, transformers, vit_model, write_csv
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2")
@@ -160,7 +160,7 @@ def test_compare_and_predict_texts(place: Path, tmp_path: Path, monkeypatch: pyt
     shutil.rmtree(folder)  # the run has everything needed
     texts = ["The film was great", "an awful book, and the meal came late", "?!"]
     new = write_csv(tmp_path / "new.csv", [[text] for text in texts[:2]], ["review"])
-    ran = multitudes_says("predict", run.directory, new, "--text", texts[2], "--probs", "--device", "cpu")
+    ran = run_cli("predict", run.directory, new, "--text", texts[2], "--probs", "--device", "cpu")
     assert ran.code == 0, ran.err
     rows = list(csv.DictReader(io.StringIO(ran.out)))
     assert [row["input"] for row in rows] == [texts[2], f"{new} line 2", f"{new} line 3"]
@@ -197,7 +197,7 @@ def test_texts_can_have_numeric_targets(place: Path, tmp_path: Path) -> None:
     own = own.model_copy(update={"model": Spec.of(model=f"hf:{place / 'bert'}").model})
     run = prepare(own, tmp_path / "run")
     run_job(run.jobs[0].directory, "cpu")
-    ran = multitudes_says("predict", run.directory, "--text", "the film was great", "--device", "cpu")
+    ran = run_cli("predict", run.directory, "--text", "the film was great", "--device", "cpu")
     assert ran.out.splitlines()[0] == "input,mean,std,low,high" and ran.code == 0
 
 
@@ -280,7 +280,7 @@ def test_unreadable_models_are_refused(place: Path, tmp_path: Path) -> None:
     def refusal(model: str, data: Path = place / "reviews.csv") -> str:
         out = tmp_path / "run"
         named = ("--target", "label", "--model", f"hf:{model}", "--methods", "single", "--out", out)
-        return sentence(multitudes_says("compare", data, *named))
+        return sentence(run_cli("compare", data, *named))
 
     assert "model './nowhere' does not exist" in refusal("./nowhere")
     assert "`hf download nobody/none` fetches it" in refusal("nobody/none")
@@ -341,7 +341,7 @@ def test_a_text_network_is_exported_with_its_tokenizer(place: Path, tmp_path: Pa
     tokenizers = pytest.importorskip("tokenizers")
     run = prepare(spec(place, methods={"deep": {"members": 2}}, epochs=1), tmp_path / "run")
     run_job(run.jobs[0].directory, "cpu")
-    ran = multitudes_says("export", run.directory, "--to", tmp_path / "net.onnx")
+    ran = run_cli("export", run.directory, "--to", tmp_path / "net.onnx")
     assert ran.code == 0 and "net.tokenizer.json" in ran.out, ran.err
     reader = tokenizers.Tokenizer.from_file(str(tmp_path / "net.tokenizer.json"))
     tokens = torch.full((1, 32), -1, dtype=torch.int32)
@@ -385,7 +385,7 @@ def test_evaluate_other_texts_and_out_of_distribution_ones(place: Path, tmp_path
     assert any(name.startswith("ood/strange/") for name in scores)
     other = write_csv(tmp_path / "other.csv", reviews(30, seed=5))
     job, to = run.jobs[0].directory, tmp_path / "scores.json"
-    ran = multitudes_says("evaluate", job, other, "--target", "label", "--device", "cpu", "--to", to)
+    ran = run_cli("evaluate", job, other, "--target", "label", "--device", "cpu", "--to", to)
     assert ran.code == 0, ran.err
     trained = Trained.read(run.jobs[0].directory, "cpu")
     tokens, _ = trained.data.encoder.tokens([text for text, _ in reviews(30, seed=5)])
@@ -398,7 +398,7 @@ def test_evaluate_other_texts_and_out_of_distribution_ones(place: Path, tmp_path
 def test_texts_can_have_folds_and_be_prepared_before(place: Path, tmp_path: Path) -> None:
     run = prepare(spec(place, folds=2), tmp_path / "run")
     assert len(run.jobs) == 2 and len((run.about or {})["folds"]) == 2
-    ran = multitudes_says(
+    ran = run_cli(
         "data", "prepare", place / "reviews.csv", "--target", "label", "--tokenizer", place / "bert",
         "--max-length", "16", "--text-column", "review", "--to", tmp_path / "texts.mtdata",
     )  # fmt: skip
@@ -419,7 +419,7 @@ def test_texts_can_have_folds_and_be_prepared_before(place: Path, tmp_path: Path
 @pytest.mark.slow
 def test_compare_writes_the_page_of_a_text_study(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    ran = multitudes_says(
+    ran = run_cli(
         "compare", place / "reviews.csv", "--target", "label", "--model", f"hf:{place / 'trained'}",
         "--methods", "single,heads", "--seeds", "1", "--epochs", "20", "--lr", "0.01", "--device", "cpu", "--out", out,
     )  # fmt: skip
@@ -428,8 +428,8 @@ def test_compare_writes_the_page_of_a_text_study(place: Path, tmp_path: Path) ->
     assert 'id="texts"' in (out / "report.html").read_text(encoding="utf-8")
     scores = json.loads((out / "jobs" / "single-0" / "metrics.json").read_text())["scores"]
     assert scores["accuracy"]["value"] > 0.9  # a word tells the label
-    assert multitudes_says("predict", out / "jobs" / "heads-0", "--text", "the film was superb").out.count("good") == 1
-    again = multitudes_says("bench", "--model", f"hf:{place / 'bert'}", "--shape", "8", "--methods", "heads")
+    assert run_cli("predict", out / "jobs" / "heads-0", "--text", "the film was superb").out.count("good") == 1
+    again = run_cli("bench", "--model", f"hf:{place / 'bert'}", "--shape", "8", "--methods", "heads")
     assert again.code == 0 and "heads" in again.out
 
 

@@ -1,4 +1,4 @@
-"""`explain`, `report` and `export`: turn the files of a study into a page or a file."""
+"""`explain`, `report` and `export`: write pages and files from a study."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: Common) -> None:
-    """Write a run's report.html again, from its files, whether or not all jobs are done."""
+    """Rewrite a run's report.html, also while jobs are missing."""
     from multitudes.lab.report import write
 
     show(f"Report: {write(run)}")
@@ -31,20 +31,18 @@ def report(run: Annotated[Path, Argument(help="A run directory.")], *, common: C
 
 
 def explain(
-    path: Annotated[
-        Path, Argument(metavar="RUN|JOB", help="A run directory, or one job, whose members are then compared.")
-    ],
-    methods: Annotated[str | None, Option(metavar="A,B", help="Of a run, only the networks of these methods.")] = None,
-    to: Annotated[Path | None, Option(metavar="FILE.html", help="By default explain.html in RUN or JOB.")] = None,
-    inputs: Annotated[int, Option(min=2, help="How many test inputs to use.")] = 400,
-    points: Annotated[int, Option(min=2, help="Of the loss plane, in each direction.")] = 25,
+    path: Annotated[Path, Argument(metavar="RUN|JOB", help="A run directory, or one job to compare its members.")],
+    methods: Annotated[str | None, Option(metavar="A,B", help="For a run: compare only these methods.")] = None,
+    to: Annotated[Path | None, Option(metavar="FILE.html", help="Output file; default RUN|JOB/explain.html.")] = None,
+    inputs: Annotated[int, Option(min=2, help="Number of test inputs.")] = 400,
+    points: Annotated[int, Option(min=2, help="Points of the loss plane in each direction.")] = 25,
     model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
-    """Show why trained networks differ: their weights, their predictions, and the loss between them.
+    """Compare trained networks: weights, predictions, and the loss between them.
 
-    Of a run, the largest group of networks with one architecture is compared.
+    For a run, this compares the largest group of networks with the same architecture.
     """
     needed("plotly", "plots", "a page of figures")  # fail before the work
     writable(to, ".html")
@@ -54,14 +52,14 @@ def explain(
     chosen = labels if methods is None else words(methods)
     for name in chosen:
         if name not in labels:
-            raise ValueError(f"--methods must be of {', '.join(labels)}, got {name!r}")
+            raise ValueError(f"--methods must be among {', '.join(labels)}, got {name!r}")
     from multitudes.lab.study.run.trained_network import Trained, mixed_precision
     from multitudes.landscape.explanation import explain as explained
 
     trained = [Trained.read(job.directory, common.device, None, model_file) for job in jobs if job.label in chosen]
     if not trained:
-        raise ValueError(f"no job of the run {str(path)!r} is done")
-    networks = _alike(trained)
+        raise ValueError(f"the run {str(path)!r} has no finished job")
+    networks = _same_architecture(trained)
     say(f"Comparing {len(networks)} networks: {'; '.join(networks)}")
     first = trained[0]
     test = first.data.test
@@ -72,7 +70,7 @@ def explain(
     show(f"Explanation: {why.save(to or path / 'explain.html')}")
 
 
-def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
+def _same_architecture(trained: list[Trained]) -> dict[str, nn.Module]:
     """Return the largest group of networks with one architecture, by name; stochastic ones only for a single job."""
     from multitudes.ensemble.multitude import Multitude, plain
     from multitudes.networks.stochastic import stochastic_layers
@@ -90,7 +88,7 @@ def _alike(trained: list[Trained]) -> dict[str, nn.Module]:
             groups.setdefault(_architecture(network), {})[name] = alone
     largest = max(groups.values(), key=len, default={})
     if len(largest) < 2:
-        raise ValueError("explain needs two networks of one architecture: several seeds, or members")
+        raise ValueError("explain requires two networks of one architecture: several seeds, or several members")
     return largest
 
 
@@ -105,19 +103,20 @@ def _architecture(network: nn.Module) -> str:
 
 def export(
     job: Annotated[Path, Argument(help=JOB)],
-    to: Annotated[Path, Option(metavar="FILE.onnx", help="Where to write.")],
-    draws: Annotated[int, Option(min=1, help="Of a method that draws: how many fixed draws the file has.")] = 8,
+    to: Annotated[Path, Option(metavar="FILE.onnx", help="Output file.")],
+    draws: Annotated[int, Option(min=1, help="Number of fixed draws, for methods that draw.")] = 8,
     model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
-    """Write a trained network as one ONNX file, checked against torch by onnxruntime.
+    """Export a trained network to one ONNX file, verified with onnxruntime.
 
-    Its inputs are raw: the columns of a table, one by one, or the pixels of images; of texts, their tokens, with the
-    tokenizer in a file beside it. Its outputs are calibrated, and numbers are in their own units.
+    Inputs are raw: the columns of a table, the pixels of images, or the tokens of texts
+    (the tokenizer is written next to the file).
+    Outputs are calibrated; numbers are in the units of the target.
     """
     if common.precision == "bfloat16":
-        raise ValueError("--precision bfloat16: an ONNX file is written in float32")
+        raise ValueError("--precision must be float32 for export: ONNX files are float32")
     writable(to, ".onnx")
     from multitudes.lab.study.run.trained_network import Trained, export_inputs, tokenizer_path
     from multitudes.lab.study.run.trained_network import export as export_trained
@@ -126,7 +125,8 @@ def export(
     export_trained(trained, to, draws=draws, seed=common.seed or 0)
     rows = [[name, *about] for name, about in export_inputs(trained.data).items()]
     units = "" if trained.data.classes else ", in the units of the target"
-    show(table(["input", "type", "what it holds"], rows, words=3))
-    beside = tokenizer_path(trained.data, to)
-    told = [] if beside is None else [f"Tokenizer: {beside}, which tokenizers.Tokenizer.from_file reads"]
-    show(f"Outputs: {', '.join(trained.data.network_task.outputs)}{units}", *told, f"Exported: {to}")
+    show(table(["input", "type", "content"], rows, words=3))
+    show(f"Outputs: {', '.join(trained.data.network_task.outputs)}{units}")
+    if tokenizer := tokenizer_path(trained.data, to):
+        show(f"Tokenizer: {tokenizer} (load it with tokenizers.Tokenizer.from_file)")
+    show(f"Exported: {to}")

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 def methods(*, common: Common) -> None:
-    """List the methods: what each costs, and when to pick it."""
+    """List the methods, their costs and when to use them."""
     every = listed()
     rows = [[each.name, each.costs, each.pick] for each in every]
-    show(table(["method", "what it costs", "when to pick it"], rows, words=3), "", "Settings, with their defaults:")
+    show(table(["method", "costs", "when to use it"], rows, words=3), "", "Settings and defaults:")
     for each in every:
         if each.settings:
             show(f"{each.name}: {', '.join(f'{key}={value}' for key, value in each.settings.items())}")
 
 
 def prepare(
-    source: Annotated[str, Argument(help="What to read; see `multitudes compare --help`.")],
-    to: Annotated[Path, Option(metavar="FILE.mtdata", help="Where to write.")],
+    source: Annotated[str, Argument(help="Data to read; see `multitudes compare --help`.")],
+    to: Annotated[Path, Option(metavar="FILE.mtdata", help="Output file.")],
     *,
     reading: DataOptions,
     common: Common,
 ) -> None:
-    """Read data once into one compact file, which jobs then read with NumPy and Pillow alone."""
+    """Convert data to one compact file that loads fast, with NumPy and Pillow only."""
     writable(to, ".mtdata")
     from multitudes.lab import data
 
@@ -49,19 +49,19 @@ def prepare(
 
 def bench(
     model: Annotated[
-        str, Option(metavar="NAME", help="One of multitudes.models, FILE.py:FUNCTION, or hf:FOLDER.")
+        str, Option(metavar="NAME", help="A name in multitudes.models, FILE.py:FUNCTION, or hf:FOLDER.")
     ] = "small_cnn",
     shape: Annotated[
-        str, Option(metavar="C,H,W", help="Of an input; one number is a row of a table, or a text.")
+        str, Option(metavar="C,H,W", help="Shape of an input; one number for rows of a table or for texts.")
     ] = "1,8,8",
-    outputs: Annotated[int, Option(min=2, help="How many classes there are.")] = 10,
+    outputs: Annotated[int, Option(min=2, help="Number of classes.")] = 10,
     chosen: Annotated[str, Option("--methods", metavar="A,B|all", help="See `multitudes methods`.")] = "all",
-    batch: Annotated[int, Option(min=2, help="Inputs at a time, at most.")] = 64,
-    draws: Annotated[int, Option(min=1, help="Predictions of a method that draws.")] = 20,
+    batch: Annotated[int, Option(min=2, help="Batch size.")] = 64,
+    draws: Annotated[int, Option(min=1, help="Number of draws, for methods that draw.")] = 20,
     *,
     common: Common,
 ) -> None:
-    """Measure what the methods cost here, on random inputs: nothing is learned."""
+    """Measure the costs of methods on this machine, with random inputs and without training."""
     sides = _shape(shape)
 
     import torch
@@ -105,7 +105,7 @@ def bench(
         count, products, memory = ((each, each / base) for each, base in zip(own, fixed["single"], strict=True))
         step, speed = ((1000 * times[name].seconds, times[name].ratio) for times in (training, inference))
         rows.append([name, *(_cost(*each) for each in (count, products, step, speed, memory))])
-    head = ["method", "parameters", "multiply-adds", "ms a training step", "ms a prediction", "peak MB"]
+    head = ["method", "parameters", "multiply-adds", "ms / training step", "ms / prediction", "peak MB"]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = f"{model} on inputs {list(sides)}, batches of {batch}; {where}; {precision}; torch {torch.__version__}"
     show(about, table(head, rows))

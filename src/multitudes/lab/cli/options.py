@@ -1,6 +1,6 @@
-"""Options shared by several commands: each class is a group, and a command takes it as one argument.
+"""Groups of options shared by several commands; a command takes a group as one argument.
 
-Options of data, training and evaluation are declared once, as keys of a `study.toml` (`lab/study/spec/sections.py`).
+Options of data, training and evaluation are declared as keys of a `study.toml` (`lab/study/spec/sections.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Options(Section):
 class Common(Options):
     """Options of every command."""
 
-    heading: ClassVar[str] = "On every command"
-    device: Literal["auto", "cpu", "cuda"] | None = option(None, "Where to compute; auto is a GPU where there is one.")
+    heading: ClassVar[str] = "Common options"
+    device: Literal["auto", "cpu", "cuda"] | None = option(None, "Device; auto uses a GPU if there is one.")
     precision: Literal["auto", "float32", "bfloat16"] | None = option(
-        None, "bfloat16 is mixed precision; auto is that where a GPU computes with it."
+        None, "Precision; bfloat16 is mixed precision, auto uses it on GPUs that support it."
     )
-    seed: int | None = option(None, "Of all random numbers.", min=0)
-    debug: bool = option(False, "Show tracebacks.")
+    seed: int | None = option(None, "Seed of all random numbers.", min=0)
+    debug: bool = option(False, "Show tracebacks of errors.")
 
 
 class DataOptions(DataSection, Options):
@@ -47,7 +47,7 @@ class DataOptions(DataSection, Options):
 
     heading: ClassVar[str] = "Data"
     data_root: Path | None = option(
-        None, "Where sources are looked for that are not found as given.", metavar="FOLDER", envvar="MULTITUDES_DATA"
+        None, "Folder to search for data that are not found.", metavar="FOLDER", envvar="MULTITUDES_DATA"
     )
 
     def arguments(self) -> dict[str, Any]:
@@ -64,12 +64,12 @@ class TrainingOptions(TrainingSection, Options):
 
     heading: ClassVar[str] = "Training"
     model: str | None = option(
-        None, "One of multitudes.models, FILE.py:FUNCTION, or a Hugging Face model, hf:FOLDER.", metavar="NAME"
+        None, "A name in multitudes.models, FILE.py:FUNCTION, or a Hugging Face model hf:FOLDER.", metavar="NAME"
     )
 
 
 class EvaluationOptions(EvaluationSection, Options):
-    """Options for measuring more than the clean test part."""
+    """Options for evaluation."""
 
     heading: ClassVar[str] = "Evaluation"
 
@@ -87,7 +87,7 @@ def words(listed: str) -> list[str]:
 
 
 def located(source: str, root: Path | None) -> str:
-    """Return a source for `load` from any folder: an absolute path, also for files in `root`, or the source unchanged.
+    """Return the absolute path of a source that is a file, here or in `root`; return others unchanged.
 
     >>> located("digits", None), located("uoft-cs/cifar10", None)
     ('digits', 'uoft-cs/cifar10')
@@ -111,7 +111,7 @@ def writable(to: Path | None, *suffixes: str) -> None:
 
 
 def model_place(model: str) -> str:
-    """Return a model by name, or FILE.py:FUNCTION or hf:FOLDER with an absolute path."""
+    """Return a model with an absolute path in FILE.py:FUNCTION or hf:FOLDER."""
     if model.startswith("hf:"):
         place = Path(model.removeprefix("hf:")).expanduser()
         return f"hf:{place.resolve()}" if place.exists() else model

@@ -1,4 +1,4 @@
-"""`predict`, `evaluate` and `serve`: predictions of a trained network, their scores, and an HTTP server for them."""
+"""`predict`, `evaluate` and `serve`: use a trained network."""
 
 from __future__ import annotations
 
@@ -19,37 +19,43 @@ if TYPE_CHECKING:
 
     from multitudes.lab.study.run.trained_network import Trained
 
-JOB = "RUN/jobs/METHOD-SEED, or a run directory that train wrote."
+Draws = Annotated[int | None, Option(min=1, help="Number of draws, for methods that draw.")]
+JOB = "A job, RUN/jobs/METHOD-SEED, or a directory written by `multitudes train`."
 ModelFile = Annotated[
     str | None,
-    Option(metavar="FILE.py[:FUNCTION]", help="Your code, if the network is of it. A run's own code is never run."),
+    Option(
+        metavar="FILE.py[:FUNCTION]",
+        help="Code that builds the network, if it is your own. Code stored in a run is never executed.",
+    ),
 ]
 
 
 def predict(
     job: Annotated[Path, Argument(help=JOB)],
     inputs: Annotated[
-        list[Path] | None, Argument(help="Image files or folders of them, or CSV or Parquet files.")
+        list[Path] | None, Argument(help="Image files, folders of images, CSV files or Parquet files.")
     ] = None,
     text: Annotated[
-        list[str] | None, Option(metavar="TEXT", help="A text itself, of a network of texts; may be repeated.")
+        list[str] | None, Option(metavar="TEXT", help="A text to classify, for text networks; may be repeated.")
     ] = None,
-    to: Annotated[Path | None, Option(metavar="FILE", help="Where to write, .csv or .json; by default stdout.")] = None,
+    to: Annotated[Path | None, Option(metavar="FILE", help="Output file, .csv or .json; default stdout.")] = None,
     form: Annotated[
-        Literal["csv", "json"] | None, Option("--format", help="Told by the name of --to, else csv.")
+        Literal["csv", "json"] | None,
+        Option("--format", help="Inferred from the extension of --to; default csv."),
     ] = None,
-    probs: Annotated[bool, Option("--probs", help="Also the probability of each class.")] = False,
-    level: Annotated[float, Option(help="How much of the probability the interval of a number holds.")] = 0.95,
-    draws: Annotated[int | None, Option(min=1, help="Predictions of a method that draws.")] = None,
-    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave out what cannot be read, and say how much.")] = False,
+    probs: Annotated[bool, Option("--probs", help="Add the probability of each class.")] = False,
+    level: Annotated[float, Option(help="Probability that the interval of a number covers.")] = 0.95,
+    draws: Draws = None,
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Skip unreadable inputs and report their number.")] = False,
     model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
-    """Predict new inputs, and say how sure the answer is.
+    """Predict new inputs with uncertainty.
 
-    For classes: label, confidence, entropy (all uncertainty) and mutual_information (what more data could settle),
-    both in nats. For numbers: mean, std and the interval from low to high.
+    Columns for classes: label, confidence, entropy (total uncertainty) and mutual_information
+    (uncertainty that more data could reduce), both in nats.
+    Columns for numbers: mean, std and an interval from low to high.
     """
     from multitudes.base.sealed_files import replacing
     from multitudes.lab.cli.screen import say
@@ -94,27 +100,27 @@ def _as_csv(columns: Mapping[str, list[Any]]) -> str:
 def evaluate(
     job: Annotated[Path, Argument(help=JOB)],
     source: Annotated[
-        str | None, Argument(metavar="[DATA]", help="Like the data of the training; by default its test part.")
+        str | None, Argument(metavar="[DATA]", help="Data like the training data; default: their test part.")
     ] = None,
-    to: Annotated[Path | None, Option(metavar="FILE.json", help="Also write the scores here.")] = None,
-    target: Annotated[str | None, Option(metavar="COLUMN", help="What is right.")] = None,
-    image: Annotated[str | None, Option(metavar="COLUMN", help="The images, where there are several.")] = None,
+    to: Annotated[Path | None, Option(metavar="FILE.json", help="Also write the scores to this file.")] = None,
+    target: Annotated[str | None, Option(metavar="COLUMN", help="Column with the true values.")] = None,
+    image: Annotated[str | None, Option(metavar="COLUMN", help="Image column, if there are several.")] = None,
     ood: Annotated[
         list[str] | None, Option(metavar="SOURCE", help="Out-of-distribution inputs; may be repeated.")
     ] = None,
-    skip_bad: Annotated[bool, Option("--skip-bad", help="Leave bad rows out, and say how many.")] = False,
+    skip_bad: Annotated[bool, Option("--skip-bad", help="Skip bad rows and report their number.")] = False,
     data_root: Annotated[
         Path | None,
-        Option(metavar="FOLDER", envvar="MULTITUDES_DATA", help="Where sources are looked for that are not found."),
+        Option(metavar="FOLDER", envvar="MULTITUDES_DATA", help="Folder to search for data that are not found."),
     ] = None,
     model_file: ModelFile = None,
     *,
     evaluation: EvaluationOptions,
     common: Common,
 ) -> None:
-    """Score a trained network: on its own test part, or on other data of the same kind.
+    """Score a trained network on its test part, or on other data of the same kind.
 
-    Of other data, the test part is used where they have one, and else every row.
+    Other data are scored on their test part if they have one, otherwise on all rows.
     """
     from multitudes.evaluation.evaluate import evaluate as score
     from multitudes.lab.cli.screen import say, show
@@ -129,8 +135,8 @@ def evaluate(
     if source is None:
         x, y = data.test.x, data.test.y
     else:
-        x, y, told = labelled(located(source, data_root), data, target, image, skip_bad)
-        for remark in told:
+        x, y, notes = labelled(located(source, data_root), data, target, image, skip_bad)
+        for remark in notes:
             say(remark)
     others = _ood(trained, [located(each, data_root) for each in ood or []])
     shift = True if chosen.get("shift") == "all" else chosen.get("shift") or None
@@ -152,35 +158,39 @@ def _ood(trained: Trained, sources: list[str]) -> dict[str, Tensor]:
     if trained.data.classes:
         return dict(add_ood(trained.data, sources).ood)
     if sources:
-        raise ValueError(f"--ood is for classes, and {trained.job.name} predicts numbers")
+        raise ValueError(f"--ood is for classification, and {trained.job.name} predicts numbers")
     return {}
 
 
 def serve(
     job: Annotated[Path, Argument(help=JOB)],
-    host: Annotated[str, Option(help="Where to listen; 0.0.0.0 is every address of this machine.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 is any free one.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is all addresses of this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     token: Annotated[
         str | None,
         Option(
-            envvar="MULTITUDES_TOKEN", metavar="TOKEN", help="What requests must bring: Authorization: Bearer TOKEN."
+            envvar="MULTITUDES_TOKEN",
+            metavar="TOKEN",
+            help="Require the header 'Authorization: Bearer TOKEN' in requests.",
         ),
     ] = None,
-    level: Annotated[float, Option(help="Of sets and intervals, where a request asks for none.")] = 0.95,
-    draws: Annotated[int | None, Option(min=1, help="Predictions of a method that draws.")] = None,
-    wait: Annotated[float, Option(min=0, help="Milliseconds that a batch waits for requests on their way.")] = 3.0,
-    max_size: Annotated[float, Option(help="Megabytes of a request.")] = 10.0,
-    max_rows: Annotated[int, Option(min=1, help="Rows, images or texts of a request.")] = 256,
-    max_seconds: Annotated[float, Option(help="Seconds that a request may take.")] = 30.0,
-    max_requests: Annotated[int, Option(min=1, help="Requests under way at once.")] = 128,
+    level: Annotated[float, Option(help="Default coverage of conformal sets and intervals.")] = 0.95,
+    draws: Draws = None,
+    wait: Annotated[float, Option(min=0, help="Milliseconds to wait for more requests to batch.")] = 3.0,
+    max_size: Annotated[float, Option(help="Maximum size of a request in megabytes.")] = 10.0,
+    max_rows: Annotated[int, Option(min=1, help="Maximum number of rows, images or texts in a request.")] = 256,
+    max_seconds: Annotated[float, Option(help="Maximum seconds per request.")] = 30.0,
+    max_requests: Annotated[int, Option(min=1, help="Maximum number of concurrent requests.")] = 128,
     model_file: ModelFile = None,
     *,
     common: Common,
 ) -> None:
-    """Serve a trained network: POST /predict for programs, / for people, /docs for both.
+    """Serve a trained network over HTTP.
 
-    An answer has the label, probabilities, entropy, mutual information, the conformal set or interval, and what each
-    member predicts. Requests that come together are answered as one batch.
+    POST /predict is the API, / is a page to try it in a browser, /docs is the reference.
+    Responses contain the label, probabilities, entropy, mutual information,
+    the conformal set or interval, and the prediction of each member.
+    Concurrent requests are batched.
     """
     from multitudes.base.checks import check_number, needed
 
@@ -207,7 +217,7 @@ def serve(
         local = is_loopback(listening)
         app = create_app(network, level=level, limits=limits, token=token, local=local, wait=wait / 1000)
         if token is None and not local:
-            say(f"Warning: whoever reaches {at}:{number} can use the network, since there is no --token")
+            say(f"Warning: anyone who can reach {at}:{number} can use the network; --token restricts access")
         say(f"Serving {trained.job.name} at http://{f'[{at}]' if ':' in at else at}:{number} until Ctrl+C")
         run(app, listening, max_seconds)
-    say("Stopped: every request that was under way has been answered")
+    say("Stopped after answering all requests in progress")

@@ -1,4 +1,4 @@
-"""The program `multitudes`: its commands and error handling.
+"""The program `multitudes`: commands and error handling.
 
 Errors print one sentence to stderr and exit with code 2; `--debug` adds a traceback. Ctrl-C exits with code 130.
 """
@@ -31,8 +31,8 @@ QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 app = typer.Typer(
     name="multitudes",
-    help="Turn a network into many, and find out which way of doing so is worth its price for your data.",
-    epilog="Begin with: multitudes compare digits",
+    help="Train, compare and deploy neural networks that quantify their uncertainty.",
+    epilog="Start with: multitudes compare digits",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"multitudes {metadata.version('multitudes')}")
         raise typer.Exit
 
@@ -72,7 +72,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """The options of the program itself."""
+    """Options of the program."""
 
 
 def _say(message: str) -> None:
@@ -93,7 +93,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, BrokenPipeError):
             raise
         except KeyboardInterrupt as stopped:
-            reason = str(stopped) or "stopped: the same command starts it again"
+            reason = str(stopped) or "stopped; repeat the command to start again"
             _say(f"\n{reason[0].upper()}{reason[1:]}")
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:  # one sentence for the user; the traceback with --debug
@@ -102,21 +102,22 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             if debug:
                 traceback.print_exc()
             else:
-                told = _sentence(error)
-                _say(f"Error: {told if getattr(error, 'in_file', False) else as_typed(told, flags_of(command))}")
+                message = _sentence(error)
+                in_file = getattr(error, "in_file", False)
+                _say(f"Error: {message if in_file else as_typed(message, flags_of(command))}")
             raise typer.Exit(ERROR) from None
 
     return run
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's message; mention --debug for unexpected types, which may be bugs."""
+    """Return the message of an error; mention --debug for unexpected types, which may be bugs."""
     if isinstance(error, (ValueError, ImportError, FloatingPointError)) and str(error):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}".rstrip(": ") + " (--debug shows where)"
+    return f"{type(error).__name__}: {first}".rstrip(": ") + " (--debug shows the traceback)"
 
 
 # -- error messages in terms of command-line options ------------------------------------------------------
@@ -137,7 +138,7 @@ def flags_of(command: Callable[..., None]) -> dict[str, str]:
 def as_typed(sentence: str, flags: Mapping[str, str]) -> str:
     """Replace Python arguments in a sentence by command-line options.
 
-    An argument is recognised by its equals sign, or at the start of the sentence; quoted text is left alone.
+    An argument is followed by an equals sign, or is at the start of the sentence. Quoted text is not changed.
 
     >>> flags = {"target": "--target", "skip_bad": "--skip-bad", "read_as": "--as", "epochs": "--epochs"}
     >>> as_typed("target='a=b' is no column. skip_bad=True leaves them out", flags)

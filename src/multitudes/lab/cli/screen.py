@@ -1,4 +1,4 @@
-"""Terminal output: progress of a study, and tables. Redrawn on a terminal, plain lines in a pipe."""
+"""Terminal output: tables, and progress of a study (redrawn on a terminal, lines in a pipe)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WIDE = 1000
 """Width in columns of output to a pipe, so that nothing is cut."""
 SHOWN = 20
-"""Number of columns of a table above which those without a remark are only counted."""
+"""Maximum number of columns that are all listed; with more, those without a remark are counted."""
 
 
 def console(stderr: bool = False) -> Console:
@@ -48,7 +48,7 @@ def say_dropped(dropped: Mapping[str, int], say: Callable[[str], None] = say) ->
 
 
 def say_columns(readings: Sequence[ColumnReading]) -> None:
-    """Print to stderr how columns were read; of many columns, only count those without a remark."""
+    """Print to stderr how each column was parsed."""
     if not readings:
         return
     plain = [each for each in readings if not (each.dropped or each.note or each.missing)]
@@ -63,7 +63,7 @@ def say_columns(readings: Sequence[ColumnReading]) -> None:
         say(f"and {plural(count, 'column')} more, read as {kind}, without a remark")
     texts = any(each.read_as == "text" and not each.dropped for each in readings)  # at most one column
     if any(each.dropped or each.note for each in readings) and not texts:
-        say("--drop COLUMN leaves a column out, --as COLUMN=KIND reads it as you say")
+        say("Leave a column out with --drop COLUMN, or set its type with --as COLUMN=KIND")
 
 
 def show(*what: Any) -> None:
@@ -102,7 +102,7 @@ def watching(every: float = 10.0) -> Iterator[Callable[[Snapshot], None]]:
 def _panel(now: Snapshot) -> Group:
     """Show all running jobs."""
     left = "" if now.left is None else f", about {clock(now.left)} left"
-    head = Text(f"{_jobs(now)}, {clock(now.seconds)} passed{left}", style="bold")
+    head = Text(f"{_jobs(now)}, {clock(now.seconds)} elapsed{left}", style="bold")
     jobs = Table.grid(padding=(0, 2))
     for job in now.running:
         bar = ProgressBar(total=max(job.epochs, 1), completed=job.epoch, width=24)
@@ -158,8 +158,8 @@ def leaderboard_tables(
 
     methods = [Text("method")]
     for row in rows:
-        told = remark(row, rows, by)
-        methods.append(Text(f"{display_name(row)} ({told})" if told else row.name, style="dim" if row.baseline else ""))
+        note = remark(row, rows, by)
+        methods.append(Text(f"{display_name(row)} ({note})" if note else row.name, style="dim" if row.baseline else ""))
     groups: list[list[list[Text]]] = [[methods]]
     for column in first_columns(rows, by, tiny, unbalanced):
         cells = [Text(column.heading), *map(_cell, cells_of(rows, column))]

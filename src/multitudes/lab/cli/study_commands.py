@@ -1,4 +1,4 @@
-"""`compare` and `train`: a study, and a study of one job."""
+"""`compare` runs a study; `train` runs a study of one job."""
 
 from __future__ import annotations
 
@@ -33,28 +33,27 @@ SEEDS = [0, 1, 2]
 PATIENCE = 600
 """Maximum seconds for two more seeds of each method, if the user did not request seeds."""
 SOURCE = "digits; a Hugging Face id; a CSV, Parquet, .npz or .mtdata file; or a folder of images, CSV or Parquet files"
-Rerun = Annotated[bool, Option("--rerun-stale", help="Run jobs again that were run with another specification.")]
+Rerun = Annotated[bool, Option("--rerun-stale", help="Rerun jobs that were done with another specification.")]
 
 
 def compare(
     source: Annotated[str | None, Argument(metavar="DATA|STUDY.toml", help=f"{SOURCE}; or a study.toml.")] = None,
-    data: Annotated[str | None, Option(metavar="SOURCE", help="The data, in place of those of a study.toml.")] = None,
+    data: Annotated[str | None, Option(metavar="SOURCE", help="Data to use instead of those in a study.toml.")] = None,
     methods: Annotated[
-        str | None, Option(metavar="A,B|all", help="See `multitudes methods`; by default all that fit the data.")
+        str | None, Option(metavar="A,B|all", help="See `multitudes methods`; default: all that fit the data.")
     ] = None,
     seeds: Annotated[
-        int | None, Option(min=1, help="Train each method this many times; by default 3 where there is time for it.")
+        int | None, Option(min=1, help="Number of trainings per method; default 3, or 1 if they would take too long.")
     ] = None,
     by: Annotated[
-        str | None, Option(metavar="SCORE", help="Rank and recommend by nll, brier or accuracy; or nll, crps or rmse.")
+        str | None,
+        Option(metavar="SCORE", help="Score to rank by: nll, brier or accuracy; for numbers nll, crps or rmse."),
     ] = None,
-    scale: Annotated[
-        str | None, Option(metavar="NAME", help="A scale of the study.toml: its table scales.NAME.")
-    ] = None,
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="The run directory; by default runs/NAME.")] = None,
-    workers: Annotated[int | None, Option(min=1, help="Jobs at a time; by default one a core, or a GPU.")] = None,
-    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Run the jobs on a Ray cluster: auto, or where.")] = None,
-    gpus: Annotated[float | None, Option(min=0, help="With --ray, GPUs or a fraction of one for each job.")] = None,
+    scale: Annotated[str | None, Option(metavar="NAME", help="Apply the table scales.NAME of the study.toml.")] = None,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="Run directory; default runs/NAME.")] = None,
+    workers: Annotated[int | None, Option(min=1, help="Number of parallel jobs; default: one per core or GPU.")] = None,
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="Run jobs on a Ray cluster; auto finds it.")] = None,
+    gpus: Annotated[float | None, Option(min=0, help="With --ray: GPUs per job; may be a fraction.")] = None,
     rerun_stale: Rerun = False,
     *,
     reading: DataOptions,
@@ -62,15 +61,16 @@ def compare(
     evaluation: EvaluationOptions,
     common: Common,
 ) -> None:
-    """Train every method on your data, measure it, and show which is worth its price.
+    """Train and compare methods on your data, and recommend one.
 
-    All results are in the run directory; the same command again runs what is missing. Its report.html is the answer.
+    Results go to the run directory; open its report.html.
+    Repeat the command to resume an interrupted study.
     """
     file = source if source and source.lower().endswith(".toml") else None
     if scale is not None and file is None:
-        raise ValueError(f"--scale={scale} needs a study.toml, got none")
+        raise ValueError(f"--scale={scale} requires a study.toml, got none")
     if gpus is not None and ray is None:
-        raise ValueError(f"--gpus={gpus:g} is for jobs on a cluster: it needs --ray")
+        raise ValueError(f"--gpus={gpus:g} requires --ray")
     if file is None and source and data:
         raise ValueError(f"the data must be given once, got {source!r} and --data {data!r}")
     found = data if file else source or data
@@ -99,11 +99,11 @@ def compare(
 
 def train(
     source: Annotated[str, Argument(metavar="DATA", help=SOURCE + ".")],
-    method: Annotated[str, Option(help="See `multitudes methods`.")] = "packed",
+    method: Annotated[str, Option(help="A name from `multitudes methods`.")] = "packed",
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="A setting of the method; may be repeated.")
     ] = None,
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="By default runs/NAME-METHOD.")] = None,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="Run directory; default runs/NAME-METHOD.")] = None,
     rerun_stale: Rerun = False,
     *,
     reading: DataOptions,
@@ -111,9 +111,10 @@ def train(
     evaluation: EvaluationOptions,
     common: Common,
 ) -> None:
-    """Train one method, and measure it; the same command again resumes an interrupted training.
+    """Train and evaluate one method.
 
-    The folder is a run directory with one job, for evaluate, predict and export.
+    The output is a run directory with one job, for evaluate, predict, serve, explain and export.
+    Repeat the command to resume an interrupted training.
     """
     options = _options(reading, training, evaluation, common, source)
     options["methods"] = {method: dict(map(_setting, settings or []))}
@@ -158,7 +159,7 @@ def _spec(
 
 
 def _rooted(spec: Spec, root: Path | None) -> Spec:
-    """Resolve the sources of a file in the data root too."""
+    """Resolve the sources of a study.toml in the data root."""
     if root is None:
         return spec
     found = {"source": located(spec.data.source, root), "ood": [located(each, root) for each in spec.data.ood]}
@@ -181,7 +182,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _check_device(spec: Spec) -> None:
-    """Check that this machine has the device and supports the precision, before anything is prepared."""
+    """Check that this machine has the device and supports the precision, before preparing data."""
     from multitudes.lab.study.spec.assignment import precision_on
     from multitudes.networks.devices import device_of
     from multitudes.training.precision import check_precision
@@ -200,7 +201,7 @@ def _prepared(spec: Spec, out: Path, rerun_stale: bool) -> Run:
     say_columns([ColumnReading(**each) for each in about.get("columns") or []])
     done = len(run.done)
     if done:
-        say(f"{done} of {len(run.jobs)} jobs were done before, in {run.directory}")
+        say(f"{done} of {len(run.jobs)} jobs are already done in {run.directory}")
     return run
 
 
@@ -217,20 +218,20 @@ def _run(run: Run, workers: int | None, ray: str | None, gpus: float | None) -> 
 
 
 def _time_for_seeds(run: Run, workers: int | None) -> bool:
-    """Return whether to train two more seeds of each method, based on the time of the first one."""
+    """Return True if two more seeds of each method fit in the time limit, judged by the first seed."""
     from multitudes.lab.study.run.execution import cores
 
     seconds = (len(SEEDS) - 1) * sum(job.metrics["seconds"] for job in run.done) / (workers or cores())
     if seconds > PATIENCE:
-        say(f"Two more seeds of each method would take about {clock(seconds)}: --seeds 3 trains them")
+        say(f"Training two more seeds per method would take about {clock(seconds)}; request it with --seeds 3")
         return False
     if any(not run.job(job.label, seed).done for job in run.done for seed in SEEDS):
-        say(f"Two more seeds of each method, about {clock(seconds)}: --seeds 1 leaves them out")
+        say(f"Training two more seeds per method, about {clock(seconds)}; skip it with --seeds 1")
     return True
 
 
 def _conclude(run: Run, failed: dict[str, str]) -> None:
-    """Show the leaderboard, the answer, the failed jobs and the path of the page."""
+    """Show the leaderboard, the recommendation, failed jobs and the path of the report."""
     from multitudes.lab.report import read_results, write
     from multitudes.lab.study.results.importance import importance_sentence
     from multitudes.lab.study.results.score_columns import caption
@@ -249,8 +250,7 @@ def _conclude(run: Run, failed: dict[str, str]) -> None:
     if results is not None:
         show(f"Report: {write(run.directory)}")
     if failed:
-        again = "the same command tries again (output.txt in the job's directory has more)"
-        raise ValueError(f"{plural(len(failed), 'job')} failed; {again}")
+        raise ValueError(f"{plural(len(failed), 'job')} failed; see output.txt in the job's directory, then retry")
 
 
 def _show_trained(run: Run, failed: dict[str, str]) -> None:

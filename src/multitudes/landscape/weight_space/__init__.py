@@ -1,1 +1,1 @@
-"""The loss in weight space: planes, paths, directions, curvature and sharpness."""
+"""Analyses of the loss in weight space: planes, paths, directions, curvature and sharpness."""

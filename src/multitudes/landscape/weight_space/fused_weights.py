@@ -1,7 +1,6 @@
-"""Many weight settings of a network in one run: `Fused`.
+"""Run many weight settings of a network at once, as `Members` whose tensors are overwritten.
 
-The settings run as `Members` whose tensors are overwritten. On a CPU, images use the channels-last layout, and batches
-are split to fit its caches.
+On a CPU, images use the channels-last layout, and batches are split to fit its caches.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from multitudes.networks.verification import rows_interact
 from multitudes.training.recorder import State, weights_of
 
 CACHED = 12e6
-"""Bytes in use at a time on a CPU; more does not fit in its caches."""
+"""Bytes that fit in the caches of a CPU."""
 MOST_SETTINGS = 16
 MOST_WEIGHTS = 2**26
 """Maximum number of weights in memory, over all settings."""
@@ -29,11 +28,11 @@ FEWEST_ROWS = 16
 
 
 class Fused:
-    """K copies of a network that are loaded with weights and run together on each of `inputs`.
+    """K copies of a network that predict the same inputs with other weights.
 
     >>> fused = Fused(nn.Linear(2, 3), 4, [torch.ones(5, 2)])
     >>> states = [{"weight": torch.full((3, 2), float(k)), "bias": torch.zeros(3)} for k in range(4)]
-    >>> [answers[:, 0, 0].tolist() for answers in fused.answers(states)]
+    >>> [predictions[:, 0, 0].tolist() for predictions in fused.predict(states)]
     [[0.0, 2.0, 4.0, 6.0]]
     """
 
@@ -47,8 +46,8 @@ class Fused:
             rows = _rows_at_a_time(model, inputs[0])
             self.inputs = [[x] if rows is None else list(x.split(rows)) for x in inputs]
 
-    def answers(self, states: list[State]) -> Iterator[Tensor]:
-        """Yield the predictions `[len(states), B, ...]` for each of the inputs; at most K settings."""
+    def predict(self, states: list[State]) -> Iterator[Tensor]:
+        """Yield the predictions `[len(states), B, ...]` of each batch of inputs, for at most K settings."""
         for member, state in zip(self.members.network, states, strict=False):
             own = dict(member.named_parameters()) | dict(member.named_buffers())
             for name, value in state.items():
@@ -59,7 +58,7 @@ class Fused:
 
 
 def settings_at_once(model: nn.Module, x: Input) -> int:
-    """Return how many settings to run together; on a CPU, 32 inputs of all of them fit in its caches."""
+    """Return how many settings to run at once; on a CPU, 32 inputs of all settings fit in its caches."""
     weights = sum(weight.numel() for weight in weights_of(model).values())
     most = MOST_SETTINGS
     if not tensors_in(x)[0].is_cuda:
@@ -69,7 +68,7 @@ def settings_at_once(model: nn.Module, x: Input) -> int:
 
 @torch.no_grad()
 def _takes_channels_last(model: nn.Module, x: Tensor) -> bool:
-    """Return whether a network runs on images in channels-last layout; a `view` in its code may fail."""
+    """Return True if a network runs on channels-last images; a `view` in its code may fail."""
     if x.dim() != 4:
         return False
     try:
@@ -82,7 +81,7 @@ def _takes_channels_last(model: nn.Module, x: Tensor) -> bool:
 
 
 def _rows_at_a_time(model: nn.Module, x: Tensor) -> int | None:
-    """Return how many rows fit in the caches; None if a prediction depends on the other rows of its batch."""
+    """Return how many rows fit in the caches; None if predictions depend on other rows of the batch."""
     if rows_interact(model, lambda x: call(model, x).unsqueeze(0), x[: 2 * FEWEST_ROWS]):
         return None
     return max(FEWEST_ROWS, int(CACHED / _bytes_of_a_row(model, x)))
@@ -90,7 +89,7 @@ def _rows_at_a_time(model: nn.Module, x: Tensor) -> int | None:
 
 @torch.no_grad()
 def _bytes_of_a_row(model: nn.Module, x: Input) -> float:
-    """Return the peak memory of one input's feature maps."""
+    """Return the peak memory of the feature maps of one input."""
     few = x[:FEWEST_ROWS] if isinstance(x, Tensor) else x
     with expecting(model), plain_attention(), Meter() as meter:
         call(model, few)

@@ -1,8 +1,8 @@
-"""Largest curvatures of a network's loss, by Hessian-vector products.
+"""Largest curvatures of the loss, by Hessian-vector products.
 
-Park & Kim, "Blurs Behave Like Ensembles" (2022), appendix A.3, Algorithm 1: the *Hessian max eigenvalue spectrum* is
-the distribution of the top eigenvalues of mini-batch Hessians. The loss is the training loss, the negative
-log-likelihood with weight decay, `L(w) = NLL(w) + weight_decay / 2 |w|^2`, on augmented data.
+Park and Kim, *Blurs behave like ensembles*, 2022, appendix A.3, Algorithm 1: the *Hessian max eigenvalue spectrum* is
+the distribution of the top eigenvalues of mini-batch Hessians. The loss is the training loss with weight decay,
+`L(w) = NLL(w) + weight_decay / 2 |w|^2`, on augmented data.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from multitudes.base.checks import check_choice, check_count, check_number, chec
 from multitudes.base.progress import ProgressBar
 from multitudes.landscape.figures import COLOURS, figure
 from multitudes.landscape.targets import shuffled
-from multitudes.landscape.weight_space.weight_loss import Objective, unit_direction
+from multitudes.landscape.weight_space.weight_loss import WeightLoss, unit_direction
 from multitudes.networks.seeds import mixed
 from multitudes.training.batches import Batches
 
 METHODS = ("lanczos", "power")
 
 Product = Callable[[Tensor], Tensor]
-"""A matrix as a function of vectors, `[P] -> [P]`."""
+"""Multiplication of a matrix by a vector, `[P] -> [P]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,9 @@ class HessianSpectrum:
     """Top eigenvalues of the Hessians of mini-batches."""
 
     eigenvalues: Tensor
-    """Eigenvalues of each mini-batch, by decreasing magnitude, `[batches, top]`."""
+    """Eigenvalues of each mini-batch by decreasing magnitude, `[batches, top]`."""
     residuals: Tensor
-    """`|H v - lambda v|` for each, a bound on its distance to an exact eigenvalue, `[batches, top]`."""
+    """Bounds `|H v - lambda v|` of their errors, `[batches, top]`."""
 
     @property
     def largest(self) -> Tensor:
@@ -47,7 +47,7 @@ class HessianSpectrum:
         return self.eigenvalues[:, 0]
 
     def plot(self) -> Any:
-        """Plot the distribution over mini-batches of the first eigenvalues (Fig. 8), and of all computed ones."""
+        """Plot the distributions of the first eigenvalues (Fig. 8) and of all computed ones over mini-batches."""
         fig = figure("Hessian max eigenvalue spectrum", "eigenvalue", "density")
         shown = {"top 1": self.largest}
         if self.eigenvalues.shape[1] > 1:
@@ -75,27 +75,33 @@ def hessian_spectrum(
     progress: bool | None = None,
     **options: Any,
 ) -> HessianSpectrum:
-    """Compute the Hessian max eigenvalue spectrum (Algorithm 1): top eigenvalues of each mini-batch's Hessian.
+    """Compute the top eigenvalues of the Hessian of each mini-batch (Algorithm 1).
 
     Args:
-        network: any network, or a multitude. If layers draw, `draws=0` (default) uses expectations;
-            `draws=1` uses a separate draw for each mini-batch, as in the paper.
-        data: `(x, y)`, which is shuffled by `seed` and split into mini-batches, or an iterable of batches.
-        top: number k of eigenvalues per mini-batch, of largest magnitude, as in power iteration.
-        batches: number of mini-batches to use; None for all.
-        weight_decay: the weight decay of training, in PyTorch's convention.
-        augment: the augmentation of training, a function of inputs; drawn once for each mini-batch.
+        network: Any network, or a multitude.
+        data: `(x, y)`, which is shuffled and split into mini-batches, or an iterable of batches.
+        top: Number k of eigenvalues per mini-batch, by largest magnitude.
+        batches: Number of mini-batches; None for all.
+        weight_decay: Weight decay of training, in the convention of PyTorch.
+        augment: Augmentation of training, a function of inputs; applied once to each mini-batch.
         method: "lanczos" by SciPy, or "power" iteration with deflation.
-        batch_size: rows per mini-batch, if `data` is two tensors.
-        tolerance: "lanczos": the relative error of eigenvalues. "power": stop at this ratio of residual to eigenvalue,
-            or after `max_iterations`.
-        options: of `Objective`: `criterion`, `draws`.
+        batch_size: Rows per mini-batch, if `data` is a pair of tensors.
+        tolerance: Relative error of eigenvalues ("lanczos"), or ratio of residual to eigenvalue at which "power" stops.
+        max_iterations: Maximum number of "power" iterations per eigenvalue.
+        seed: Seed of shuffling, start vectors and draws.
+        progress: Show progress on stderr. Default: on a terminal, after two seconds.
+        options: `criterion`, and `draws` for layers that draw: 0 (default) uses expectations, 1 a separate draw for
+            each mini-batch, as in the paper.
 
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])  # mean squares: the Hessian is x^T x = diag(1, 4)
-    >>> network = nn.Linear(2, 1, bias=False)
-    >>> spectrum = hessian_spectrum(network, (x, torch.zeros(2, 1)), 1, criterion=nn.functional.mse_loss)
-    >>> round(spectrum.largest.item(), 4)
-    4.0
+    Returns:
+        Eigenvalues of each mini-batch, with `plot()`.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])  # mean squares: the Hessian is x^T x = diag(1, 4)
+        >>> network = nn.Linear(2, 1, bias=False)
+        >>> spectrum = hessian_spectrum(network, (x, torch.zeros(2, 1)), 1, criterion=nn.functional.mse_loss)
+        >>> round(spectrum.largest.item(), 4)
+        4.0
     """
     check_count("top", top)
     check_count("max_iterations", max_iterations)
@@ -106,18 +112,18 @@ def hessian_spectrum(
     if batches is not None:
         check_count("batches", batches)
     chosen = Batches(shuffled(data, seed), batch_size).on(torch.device("cpu"))
-    objective = Objective(
+    weight_loss = WeightLoss(
         network, list(islice(chosen, batches)), weight_decay=weight_decay, augment=augment, seed=seed, **options
     )
-    size = objective.start.numel()
+    size = weight_loss.start.numel()
     if top >= size:
         raise ValueError(f"top must be below the number of weights, {size}, got {top}")
     found = []
-    bar = ProgressBar(len(objective.batches), progress, "mini-batches")
+    bar = ProgressBar(len(weight_loss.batches), progress, "mini-batches")
     try:
-        for number in range(len(objective.batches)):
-            start = unit_direction(objective.start, mixed(seed, number))
-            hessian = partial(objective.curvature, numbers=[number])
+        for number in range(len(weight_loss.batches)):
+            start = unit_direction(weight_loss.start, mixed(seed, number))
+            hessian = partial(weight_loss.curvature, numbers=[number])
             if method == "lanczos":
                 found.append(_lanczos_top(hessian, start, top, tolerance))
             else:
@@ -149,18 +155,18 @@ def _lanczos_top(hessian: Product, start: Tensor, top: int, tolerance: float) ->
 
 
 def _power_top(hessian: Product, start: Tensor, top: int, tolerance: float, most: int) -> tuple[Tensor, Tensor]:
-    """Find eigenvalues by power iteration, removing previous eigenvectors from each vector (deflation)."""
+    """Find eigenvalues by power iteration with deflation."""
     found = start.new_zeros(len(start), 0)
     values, residuals = [], []
 
-    def deflated(vector: Tensor) -> Tensor:
+    def deflate(vector: Tensor) -> Tensor:
         return vector - found @ (found.T @ vector)
 
     for rank in range(top):
-        vector = deflated(unit_direction(start, rank) + start)
+        vector = deflate(unit_direction(start, rank) + start)
         vector = vector / vector.norm()
         for _ in range(most):
-            product = deflated(hessian(vector))
+            product = deflate(hessian(vector))
             value = vector @ product
             residual = (product - value * vector).norm()
             if bool(residual <= tolerance * value.abs()) or not bool(product.norm() > 0):

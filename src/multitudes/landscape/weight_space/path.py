@@ -1,13 +1,13 @@
-"""Paths of low loss between two optima: `tunnel`.
+"""Low-loss paths between two optima.
 
 Fort and Jastrzebski, *Large scale structure of neural network loss landscapes*, 2019, start on the straight line
 between two optima and minimise the training loss of each point in the hyperplane normal to the line:
 
     w(t) = a + t (b - a) + d_t,    d_t normal to b - a.
 
-Here the loss is minimised on the segments between the points, in each step at a random place of each segment, so no
-ridge remains between two points; `between=False` is the paper's procedure. Fort, Hu and Lakshminarayanan, *Deep
-ensembles: a loss landscape perspective*, 2019, appendix A, plot loss, accuracy and agreement along a path (Fig. S2).
+By default the loss is minimised at random places of the segments between points, so that no barrier remains between two
+points; `between=False` is the procedure of the paper. Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape
+perspective*, 2019, appendix A, plot loss, accuracy and agreement along a path (Fig. S2).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from multitudes.training.recorder import State, flat_state, unflattened
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Path:
-    """T points on a path between two solutions, and T points on the straight line between them; on the CPU."""
+    """T points on a path between two solutions, and T points on the straight line; on the CPU."""
 
     t: Tensor
-    """Position of each point, from 0 to 1, `[T]`."""
+    """Position of each point from 0 to 1, `[T]`."""
     weights: Tensor
     """Weights `[T, P]`; the first and last are those of the solutions."""
     scores: Scores
     """`loss [T]`, `accuracy [T]` and `agreement [T, 2]` with the two ends."""
     linear: Scores
-    """The same for the straight line."""
+    """Scores of the straight line."""
 
     @property
     def barrier(self) -> float:
@@ -59,7 +59,7 @@ class Path:
 
     @property
     def linear_barrier(self) -> float:
-        """The same on the straight line."""
+        """Maximum loss on the straight line minus the loss of the worse end."""
         return _barrier(self.linear.loss)
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class Path:
         return unflattened(self.weights[index], network)
 
     def plot(self, what: str = "loss") -> Any:
-        """Plot the loss, accuracy or agreement along the path and along the line, with Plotly."""
+        """Plot "loss", "accuracy" or "agreement" along the path and the straight line."""
         found = {"tunnel": measured(self.scores, what), "linear": measured(self.linear, what)}
         fig = figure(f"{what.capitalize()} between two optima", "t", what)
         for index, (name, values) in enumerate(found.items()):
@@ -96,31 +96,33 @@ def tunnel(
     batch_norm: Any = None,
     progress: bool | None = None,
 ) -> Path:
-    """Find a low-loss path between two optima: points of the line, moved orthogonally to it.
+    """Find a low-loss path between two optima, by moving points of the straight line orthogonally to it.
 
     Args:
-        network: one network, or a multitude that draws, which is evaluated by its expectations. It is not changed.
-        a, b: the optima, networks or state dicts.
-        data: training data, `(x, y)` or an iterable of batches.
-        points: number of points that the path connects, including its ends. It is evaluated at these and in the middle
-            between each two.
-        steps: number of batches that each point is trained on, by Adam with a cosine learning rate schedule.
-        lr: the initial learning rate.
-        between: whether to minimise the loss on the segments between points, instead of at each point.
-        seed: for the order of the data, the places between points, and the network's draws in training.
-        criterion: `(prediction, target) -> mean over the batch`, by default that of the network's task, or cross
-            entropy.
-        evaluation: data to evaluate the path on, by default the training data.
-        batch_norm: data to recompute batch-norm statistics on, at each point, by default the training data.
-        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+        network: A network, or a multitude that draws, of which expectations are evaluated. It is not changed.
+        a: First optimum, a network or state dict.
+        b: Second optimum.
+        data: Training data, `(x, y)` or an iterable of batches.
+        points: Number of points on the path, including the ends. Scores are for these and the midpoints between them.
+        steps: Number of training steps, by Adam with a cosine schedule.
+        lr: Initial learning rate.
+        between: Minimise the loss on the segments between points instead of at the points.
+        seed: Seed of the order of data, the places between points, and the draws in training.
+        criterion: `(prediction, target) -> mean over the batch`. Default: that of the task, or cross entropy.
+        evaluation: Data to score the path on. Default: the training data.
+        batch_norm: Data to recompute batch-norm statistics at each point. Default: the training data.
+        progress: Show progress on stderr. Default: on a terminal, after two seconds.
 
-    >>> a, b = nn.Linear(2, 3), nn.Linear(2, 3)
-    >>> path = tunnel(a, a, b, (torch.randn(9, 2), torch.randint(3, (9,))), points=5, steps=2)
-    >>> path.weights.shape, path.scores.agreement[0, 0]
-    (torch.Size([9, 9]), tensor(1., dtype=torch.float64))
+    Returns:
+        Weights and scores along the path, with `plot()`.
+    Example:
+        >>> a, b = nn.Linear(2, 3), nn.Linear(2, 3)
+        >>> path = tunnel(a, a, b, (torch.randn(9, 2), torch.randint(3, (9,))), points=5, steps=2)
+        >>> path.weights.shape, path.scores.agreement[0, 0]
+        (torch.Size([9, 9]), tensor(1., dtype=torch.float64))
     """
     if check_count("points", points) < 3:
-        raise ValueError(f"points must be 3 or more, two ends and something between, got {points}")
+        raise ValueError(f"points must be 3 or more (two ends and a point between them), got {points}")
     check_count("steps", steps)
     check_number("lr", lr, 0, above=True)
     check_seed(seed)
@@ -128,7 +130,7 @@ def tunnel(
     ends = {"a": state_of(a, alone, "a"), "b": state_of(b, alone, "b")}
     start, end = (flat_state(state, alone) for state in ends.values())
     if torch.equal(start, end):
-        raise ValueError("a and b have the same weights, so that there is no line between them")
+        raise ValueError("a and b must have different weights")
     data = list(data) if isinstance(data, Iterator) else shuffled(data, seed)
     scorer = WeightScorer(
         network, data if evaluation is None else evaluation, criterion, data if batch_norm is None else batch_norm
@@ -171,7 +173,7 @@ def tunnel(
         bar.clear()
     corners = torch.stack([point(index).detach() for index in range(points)])
     halves = [torch.lerp(corners[at // 2], corners[-(-at // 2)], 0.5) for at in range(2 * points - 1)]
-    weights = torch.stack(halves).cpu()  # the points and the middles between them
+    weights = torch.stack(halves).cpu()  # points and midpoints
     t = torch.linspace(0, 1, len(weights), dtype=torch.float64)
     line = torch.stack([torch.lerp(start.double(), end.double(), float(at)) for at in t]).cpu()
     first, last = scorer.score_solutions(list(ends.values())).table.split(1)
@@ -181,7 +183,7 @@ def tunnel(
 
 
 def _forever(batches: Batches, device: torch.device) -> Iterator[tuple[Input, Tensor]]:
-    """Repeat the batches forever; a loader may shuffle them each time."""
+    """Yield the batches in a loop; a loader may shuffle them each time."""
     while True:
         for x, y in batches.on(device):
             if y is None:

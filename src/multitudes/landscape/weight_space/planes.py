@@ -1,4 +1,4 @@
-"""Planes: loss, accuracy and agreement with given solutions on a line or plane through weight space.
+"""Loss, accuracy and agreement with solutions on a line or plane through weight space.
 
 Fort, Hu and Lakshminarayanan, *Deep ensembles: a loss landscape perspective*, 2019, use planes through the origin and
 two optima (Fig. 5, S1). Garipov et al., *Loss surfaces, mode connectivity, and fast ensembling of DNNs*, 2018, use
@@ -7,8 +7,8 @@ planes through three solutions, with coordinates by Gram-Schmidt:
     u = w_b - w_a,    v = (w_c - w_a) - <w_c - w_a, u> / |u|^2 u,    P(x, y) = w_a + x u/|u| + y v/|v|.
 
 Li et al., *Visualizing the loss landscape of neural nets*, 2018, use planes around one solution, along two random
-directions. Park and Kim, *Blurs behave like ensembles*, 2022, show several such landscapes of a network that draws,
-each with other random numbers (Fig. C.2).
+directions. Park and Kim, *Blurs behave like ensembles*, 2022, show such landscapes of a network that draws for several
+seeds (Fig. C.2).
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from multitudes.training.recorder import Checkpoints, State, Trajectory, flat_st
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plane:
-    """A landscape on a line `[X]` or a plane `[X, Y]`, with R given solutions; on the CPU.
+    """Landscape on a line `[X]` or a plane `[X, Y]`, with R solutions; on the CPU.
 
-    With seeds, `loss`, `accuracy`, `agreement` and `scores` have a first axis of L landscapes.
+    With L seeds, `loss`, `accuracy`, `agreement` and `scores` have a first axis of L landscapes.
     """
 
     axes: tuple[Tensor, ...]
-    """Coordinates of the grid along each direction, `[X]` or `[X]` and `[Y]`."""
+    """Coordinates of the grid along each direction: `[X]`, or `[X]` and `[Y]`."""
     loss: Tensor
     """`[X, Y]`, float64."""
     accuracy: Tensor | None
     """`[X, Y]`; None if the targets are not classes."""
     agreement: Tensor | None
-    """`[R, X, Y]`: fraction of inputs with the same label as a solution gives."""
+    """Fraction of inputs with the same label as a solution, `[R, X, Y]`."""
     solutions: tuple[str, ...]
     coordinates: Tensor
     """Coordinates of the solutions, projected to the plane, `[R, 1]` or `[R, 2]`."""
     scores: Scores
-    """Scores of the solutions themselves: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
+    """Scores of the solutions: `loss [R]`, `accuracy [R]`, `agreement [R, R]`."""
     frame: Frame
     seeds: tuple[int, ...] | None = None
 
@@ -68,17 +68,20 @@ class Plane:
         return f"Plane({shape}, solutions=({names}), loss={self.loss.min():.4g} to {self.loss.max():.4g})"
 
     def project(self, checkpoints: Checkpoints, network: nn.Module) -> Tensor:
-        """Project the checkpoints of a trajectory to the plane, `[T, 1]` or `[T, 2]`."""
+        """Project the checkpoints of a trajectory to the plane: `[T, 1]` or `[T, 2]`."""
         states = Trajectory.of(checkpoints, network).states
         return self.frame.project(torch.stack([flat_state(state, network) for state in states]))
 
     def plot(
         self, what: str = "loss", *, solution: int = 0, landscape: int = 0, paths: Mapping[str, Tensor] | None = None
     ) -> Any:
-        """Plot `what` with Plotly: `"loss"`, on a plane as its logarithm; `"accuracy"`; or `"agreement"`.
+        """Plot one measure with Plotly.
 
-        `solution` is the index of the solution for agreement; `landscape` is the index of the seed. `paths` are
-        trajectories by name, as returned by `project`.
+        Args:
+            what: "loss" (on a plane its logarithm), "accuracy" or "agreement".
+            solution: Index of the solution for agreement.
+            landscape: Index of the seed.
+            paths: Trajectories by name, from `project`.
         """
         values = self._chosen(what, solution, landscape)
         title = f"{what} with {self.solutions[solution]}" if what == "agreement" else what
@@ -103,7 +106,7 @@ class Plane:
         return fig
 
     def _chosen(self, what: str, solution: int, landscape: int) -> Tensor:
-        """Select one measure of one landscape, `[X]` or `[X, Y]`."""
+        """Return one measure of one landscape, `[X]` or `[X, Y]`."""
         values = measured(self, what)
         landscapes = 1 if self.seeds is None else len(self.seeds)
         for name, index, count in (("solution", solution, len(self.solutions)), ("landscape", landscape, landscapes)):
@@ -133,51 +136,52 @@ def plane(
     progress: bool | None = None,
     at_once: int | None = None,
 ) -> Plane:
-    """Score a network on a plane of weights, in evaluation mode. No argument is changed.
+    """Score a network on a line or plane of weights, in evaluation mode. Arguments are not changed.
 
-    The plane is given by one of `through`, `along` and `radial`. Given solutions are scored individually, so exactly.
-    Grid points are scored several at a time, in the way that is fastest on the first of the data, so two
-    runs may differ by rounding.
+    Exactly one of `through`, `along` and `radial` defines the plane. Solutions are scored individually, grid points
+    several at a time, so that two runs may differ by rounding.
 
     Args:
-        network: one network, or a multitude that draws.
-        data: `(x, y)`, or an iterable of batches, which is iterated once and cached.
-        through: three solutions, networks or state dicts; or two, for a line. Coordinates are distances in weight
-            space from the first one; the first direction is towards the second one.
-        along: one or two directions `[P]` from the network's own weights (see `directions`). Coordinates are
+        network: A network, or a multitude that draws.
+        data: `(x, y)` or an iterable of batches, which is iterated once and cached.
+        through: Three solutions (networks or state dicts), or two for a line. Coordinates are distances from the first
+            one; the first direction is towards the second one.
+        along: One or two directions `[P]` from the weights of the network, see `random_direction`. Coordinates are
             multiples of them.
-        radial: two solutions, for the plane through them and the origin, where all weights are 0.
-        points: number of grid points in each direction.
-        margin: how far the grid extends beyond the given points on each side, as a fraction of their extent.
-        span: extent of the grid `along` a direction: from -span to span, or a pair (start, end).
-        solutions: the solutions, by name, to measure agreement with; by default those of the plane, or the network.
-        criterion: `(prediction, target) -> mean over the batch`, by default that of the network's task, or cross
-            entropy.
-        batch_norm: data to recompute the batch-norm statistics on at each grid point. Without it all points use the
-            network's own, and a plane through networks with different statistics is rejected.
-        seeds: for a network that draws: one landscape for each seed. Without seeds it uses expectations.
-        draws: number of draws to average for each point's prediction.
-        noise: `"fixed"` uses the same random numbers at all points of a landscape, `"fresh"` others at each point.
-        folder: a cache of the scores, written every few seconds and when interrupted; the same call then continues.
-        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
-        at_once: number of points to score at a time; fewer need less memory.
+        radial: Two solutions, for the plane through them and the origin.
+        points: Number of grid points in each direction.
+        margin: Extension of the grid beyond the solutions on each side, as a fraction of their extent.
+        span: Extent of the grid for `along`: from -span to span, or a pair (start, end).
+        solutions: Solutions by name to measure agreement with. Default: those of the plane, or the network.
+        criterion: `(prediction, target) -> mean over the batch`. Default: that of the task, or cross entropy.
+        batch_norm: Data to recompute batch-norm statistics at each grid point. Without it, solutions must have equal
+            statistics.
+        seeds: Seeds of a network that draws, one landscape per seed. Default: expectations.
+        draws: Number of draws to average for each point.
+        noise: "fixed" uses the same random numbers at all points of a landscape, "fresh" different ones.
+        folder: Folder for caching scores, written every few seconds; an interrupted call resumes from it.
+        progress: Show progress on stderr. Default: on a terminal, after two seconds.
+        at_once: Number of points to score at once; fewer need less memory.
 
-    >>> a, b, c = (nn.Linear(2, 3) for _ in range(3))
-    >>> x, y = torch.randn(8, 2), torch.randint(3, (8,))
-    >>> landscape = plane(a, (x, y), through=(a, b, c), points=5)
-    >>> landscape.loss.shape, landscape.agreement.shape
-    (torch.Size([5, 5]), torch.Size([3, 5, 5]))
-    >>> landscape.scores.loss[1] == nn.functional.cross_entropy(b(x), y)
-    tensor(True)
+    Returns:
+        Scores on the grid and of the solutions, with `plot()`.
+    Example:
+        >>> a, b, c = (nn.Linear(2, 3) for _ in range(3))
+        >>> x, y = torch.randn(8, 2), torch.randint(3, (8,))
+        >>> landscape = plane(a, (x, y), through=(a, b, c), points=5)
+        >>> landscape.loss.shape, landscape.agreement.shape
+        (torch.Size([5, 5]), torch.Size([3, 5, 5]))
+        >>> landscape.scores.loss[1] == nn.functional.cross_entropy(b(x), y)
+        tensor(True)
     """
     alone = single_network(network)
     check_count("points", points)
     check_number("margin", margin, 0)
     draw_indices = _checked_seeds(alone, seeds, draws, noise)
-    frame, ends, given = _laid(alone, through, along, radial)
+    frame, ends, given = _position(alone, through, along, radial)
     states = given if solutions is None else {n: state_of(s, alone, f"solutions[{n!r}]") for n, s in solutions.items()}
     if not states:
-        raise ValueError("solutions must hold one or more, by name, got none")
+        raise ValueError("solutions must hold at least one solution, by name, got none")
     scorer = WeightScorer(network, data, criterion, batch_norm, at_once, draws)
     if along is None:
         scorer.take_buffers(given)
@@ -189,7 +193,7 @@ def plane(
     if folder is not None:
         given_to = (frame.origin, frame.directions, grid, list(states.items()), scorer.identity(), seeds, draws, noise)
         cache = Cache(shape, folder, fingerprint(*given_to))
-    # With a GPU, weights are computed there: on a CPU that takes longer than scoring. Other devices may lack float64.
+    # Computing weights on the CPU would take longer than scoring on a GPU. Other devices may lack float64.
     near = frame.to(scorer.device) if scorer.device.type == "cuda" else frame
     given_scores = []
     bar = ProgressBar(cache.done.numel(), progress, "points")
@@ -223,13 +227,13 @@ def plane(
 # -- position of the plane ---------------------------------------------------------------------------------
 
 
-def _laid(
+def _position(
     network: nn.Module,
     through: Sequence[Solution] | None,
     along: Sequence[Tensor] | None,
     radial: Sequence[Solution] | None,
 ) -> tuple[Frame, list[Tensor], dict[str, State]]:
-    """Return the plane, the points that define it, and the solutions among them by name."""
+    """Return the frame, the points that define it, and the solutions among them by name."""
     chosen = {n: v for n, v in (("through", through), ("along", along), ("radial", radial)) if v is not None}
     if len(chosen) != 1:
         raise ValueError(f"pass one of through, along and radial, got {' and '.join(chosen) or 'none'}")
@@ -254,7 +258,7 @@ def _laid(
 
 
 def _ticks(frame: Frame, points: Sequence[Tensor], count: int, margin: float) -> tuple[Tensor, ...]:
-    """Return the coordinates of a grid around the points, with margins, for each axis."""
+    """Return the coordinates of a grid around the points for each axis."""
     at = frame.project(torch.stack([point.double() for point in points]))
     low, high = at.amin(0), at.amax(0)
     extra = margin * (high - low)
@@ -288,10 +292,10 @@ def _checked_seeds(network: nn.Module, seeds: Sequence[int] | None, draws: int, 
     for seed in seeds:
         check_seed(seed)
     if not stochastic_layers(network):
-        raise ValueError(f"seeds={tuple(seeds)!r}: this network has no layer that draws")
+        raise ValueError(f"seeds={tuple(seeds)!r} require a layer that draws, and the network has none")
     return [Noise(seed, draws) for seed in seeds]
 
 
 def _at(noise: Noise, point: int, kind: str) -> Noise:
-    """Return the noise of a grid point: the landscape's own, or draws of the same seed that no other point uses."""
+    """Return the noise of a grid point: that of the landscape, or other draws of the same seed."""
     return noise if kind == "fixed" else Noise(noise.seed, noise.draws, noise.draws * (point + 1))

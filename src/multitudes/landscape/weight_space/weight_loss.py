@@ -1,4 +1,4 @@
-"""Loss of a network as a function of its weights, one vector: `Objective`."""
+"""Loss, gradient and curvature of a network as functions of one weight vector."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from multitudes.tasks import Criterion
 
 
 @dataclass(eq=False)
-class Objective:
-    """Loss of a network on data, as a function of its trainable weights, one vector `w` `[P]`.
+class WeightLoss:
+    """Loss of a network on data, as a function of its trainable weights `w [P]`.
 
-    `L(w) = criterion + weight_decay / 2 |w|^2`, mean over examples. The default criterion is that of a multitude's
-    task, or cross entropy. Batches are read, and their inputs augmented, once, and cached on the CPU. If layers draw,
-    `draws=0` uses expectations; otherwise each batch has its own fixed draws, whose predictions are averaged. Members'
-    losses are added or averaged as in `net.loss`. Batch norm uses its running statistics.
+    `L(w) = criterion + weight_decay / 2 |w|^2`, mean over examples. The default criterion is that of the task, or cross
+    entropy. Batches are read and augmented once, and cached on the CPU. If layers draw, `draws=0` uses expectations;
+    otherwise each batch has its own fixed draws, whose predictions are averaged. The losses of members are added or
+    averaged as in `net.loss`. Batch norm uses its running statistics.
 
     >>> network = nn.Linear(1, 1, bias=False)
     >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
-    >>> objective = Objective(network, data, F.mse_loss)  # L(w) = (w^2 + 9 w^2) / 2
-    >>> objective.value(torch.tensor([2.0])), objective.gradient(torch.tensor([2.0]))
+    >>> weight_loss = WeightLoss(network, data, F.mse_loss)  # L(w) = (w^2 + 9 w^2) / 2
+    >>> weight_loss.value(torch.tensor([2.0])), weight_loss.gradient(torch.tensor([2.0]))
     (tensor(20.), tensor([20.]))
     """
 
@@ -62,7 +62,7 @@ class Objective:
         self._check()
         _, self.criterion = task_and_criterion(self.network, self.criterion, averages=self.draws > 1)
         if self.draws == 0:
-            self.network = plain(self.network)  # gives the same without an axis of draws
+            self.network = plain(self.network)  # same predictions, without an axis of draws
         self.weights = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
         if not self.weights:
             raise ValueError(f"network ({type(self.network).__name__}) has no parameter that requires a gradient")
@@ -73,7 +73,7 @@ class Objective:
             self.sizes.append(count_targets(self.criterion, y))
         if not sum(self.sizes):
             raise ValueError("data must hold at least one target, got none")
-        loss = self.value(self.start)  # raises if an input does not fit
+        loss = self.value(self.start)  # raises for wrong inputs
         if not bool(loss.isfinite()):
             raise ValueError(f"the loss of network on data must be finite, got {loss.item()}")
 
@@ -85,16 +85,16 @@ class Objective:
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 0:
             raise ValueError(f"draws must be a whole number, 0 for expectations, got {self.draws!r}")
         if self.draws and not isinstance(self.network, Multitude):
-            raise ValueError(f"draws={self.draws} is for a multitude, got a {type(self.network).__name__}")
+            raise ValueError(f"draws={self.draws} requires a multitude, got a {type(self.network).__name__}")
 
     @property
     def start(self) -> Tensor:
-        """The network's own weights, `[P]`."""
+        """Weights of the network, `[P]`."""
         dtype = torch.promote_types(next(iter(self.weights.values())).dtype, torch.float32)
         return torch.cat([weight.flatten().to(dtype) for weight in self.weights.values()])
 
     def value(self, w: Tensor, numbers: list[int] | None = None) -> Tensor:
-        """Return `L(w)`, a scalar, over all batches or the given ones."""
+        """Return `L(w)`, a scalar, on all batches or those of these numbers."""
         with self.ready(), torch.no_grad():
             loss = self.mean(lambda number: self.loss(number, self.split(w)), numbers)
         return loss + 0.5 * self.weight_decay * w.square().sum()
@@ -111,10 +111,10 @@ class Objective:
             return self.mean(of, numbers) + self.weight_decay * w
 
     def curvature(self, vector: Tensor, numbers: list[int] | None = None) -> Tensor:
-        """Return the Hessian of `L` at the network's own weights times a vector, `[P] -> [P]`.
+        """Multiply a vector by the Hessian of `L` at the weights of the network, `[P] -> [P]`.
 
         >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
-        >>> Objective(nn.Linear(1, 1, bias=False), data, F.mse_loss).curvature(torch.ones(1))  # L(w) = 5 w^2
+        >>> WeightLoss(nn.Linear(1, 1, bias=False), data, F.mse_loss).curvature(torch.ones(1))  # L(w) = 5 w^2
         tensor([10.])
         """
         parts = tuple(self.split(vector).values())
@@ -138,7 +138,7 @@ class Objective:
         return mean
 
     def loss(self, number: int, weights: dict[str, Tensor]) -> Tensor:
-        """Return the criterion on one batch with these weights swapped in; call it inside `ready`."""
+        """Return the criterion on one batch with these weights; call it inside `ready`."""
         x, y = moved(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
         network, criterion = self.network, self.criterion or F.cross_entropy
         with input_errors(x):
@@ -151,7 +151,7 @@ class Objective:
             return losses.sum() if network.independent else losses.mean()
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """Split a vector `[P]` into tensors by name, in the weights' shapes and dtypes."""
+        """Split a vector `[P]` into tensors by name, with the shapes and dtypes of the weights."""
         parts = vector.to(self.device).split([weight.numel() for weight in self.weights.values()])
         return {
             name: part.view(weight.shape).to(weight.dtype)
@@ -160,7 +160,7 @@ class Objective:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Run the network in evaluation mode inside, and restore its mode afterwards."""
+        """Switch the network to evaluation mode inside the context."""
         expectations = expecting(self.network) if self.draws == 0 else nullcontext()
         math = math_attention()  # fused attention kernels have no second derivatives
         with evaluating(self.network), expectations, plain_attention(), math:
@@ -168,17 +168,17 @@ class Objective:
 
 
 def flattened(tensors: Iterable[Tensor]) -> Tensor:
-    """Flatten and detach tensors to one vector, `[P]`."""
+    """Concatenate detached tensors to one vector `[P]`."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def _scalar(loss: Tensor) -> Tensor:
     if loss.dim():
-        raise InputError(f"criterion must give one number, the batch's mean, got shape {list(loss.shape)}")
+        raise InputError(f"criterion must return a scalar, the mean over the batch, got shape {list(loss.shape)}")
     return loss
 
 
 def unit_direction(like: Tensor, seed: int) -> Tensor:
-    """Draw a uniform direction of length 1, `[P]`; a seed gives the same one on every device."""
+    """Draw a uniform direction `[P]` of length 1, the same on every device."""
     direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
     return (direction / direction.norm()).to(like.device)
