@@ -16,7 +16,7 @@ import multitudes as mt
 from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masked
 from multitudes.networks.views import RUNNING, Running, view
-from multitudes.networks.vmap import Lane
+from multitudes.networks.vmap import LazyVmap
 from multitudes.surgery.affine import maps_of
 from tests.zoo.of_parts import Of
 
@@ -238,10 +238,10 @@ def tensors(value: Any) -> list[Tensor]:
 def side_by_side(layer: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """All members' answers to the same arguments, `[M, ...]` each."""
     whole = view(layer, {"": layer.as_all()})
-    with Lane(layer.members) as lane:
-        token = RUNNING.set(Running(is_view=True, lane=lane))
+    with LazyVmap(layer.members) as vmap:
+        token = RUNNING.set(Running(is_view=True, vmap=vmap))
         try:
-            return [lane.whole(answer) for answer in tensors(whole(*args))]
+            return [vmap.whole(answer) for answer in tensors(whole(*args))]
         finally:
             RUNNING.reset(token)
 

@@ -15,7 +15,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import multitudes as mt
-from multitudes.surgery.initialize import judge, redraw
+from multitudes.surgery.initialize import judge, reinitialize
 from tests.zoo.cases import stacked_parameters
 
 WIDTH, CLASSES = 32, 3
@@ -315,7 +315,7 @@ def test_a_network_has_the_last_word_in_its_own_initialiser(each: bool) -> None:
     model = Initialised(each)
     with torch.no_grad():
         model.body.weight.normal_()
-    redraw(model)
+    reinitialize(model)
     assert torch.equal(model.body.weight, torch.full((WIDTH, WIDTH), 0.5))
     assert bool((model.head.weight == 0.25).all()) is each
 

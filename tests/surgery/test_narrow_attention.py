@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.surgery.narrowing.attention_heads import Attention, HeadChoice
+from multitudes.surgery.narrowing.attention_heads import HeadChoice, ObservedAttention
 from multitudes.surgery.narrowing.cuts import Cut, cut_layer
 from multitudes.surgery.narrowing.narrow import narrowed_copy
 from tests.surgery.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Rearranged, Softmax
@@ -133,7 +133,7 @@ def test_one_layer_for_queries_keys_and_values_keeps_the_same_heads_of_each(
     reads = torch.tensor(
         [[h == (which if kind == "q" else which * group + h % group) for kind, which in table] for h in range(heads)]
     ).repeat_interleave(size, 1)
-    attention = Attention(size, {"qkv": reads})
+    attention = ObservedAttention(size, {"qkv": reads})
     choice = HeadChoice([attention], 0.5, torch.Generator().manual_seed(0), {}, ())
     kept = choice.outputs("qkv", len(table) * size)
     assert kept is not None

@@ -11,7 +11,7 @@ from torch import nn
 
 import multitudes as mt
 from multitudes.ensemble.member_layer import MemberLayer
-from multitudes.surgery.initialize import redraw
+from multitudes.surgery.initialize import reinitialize
 from multitudes.surgery.narrowing.attention_heads import choose
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.select import PRODUCTS, replace, select
@@ -81,7 +81,7 @@ def test_layers_that_share_a_weight_are_named() -> None:
     assert whole.back.weight is whole.there.weight
 
 
-# -- replace and redraw ------------------------------------------------------------------------------------
+# -- replace and reinitialize ------------------------------------------------------------------------------------
 
 
 def test_replacing_copies_and_reaches_every_use_of_a_layer() -> None:
@@ -130,7 +130,7 @@ def test_redraw_leaves_constants_and_frozen_parameters_that_stand_alone() -> Non
     model.scale = nn.Parameter(torch.full((8,), 1e-4))
     model.table = nn.Parameter(torch.randn(8), requires_grad=False)
     before = model.table.clone()
-    redraw(model)
+    reinitialize(model)
     assert torch.equal(model.scale, torch.full((8,), 1e-4))
     assert torch.equal(model.table, before)
 

@@ -101,13 +101,13 @@ class MemberLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            is_view, learns, lane, late = RUNNING.get()
+            is_view, learns, vmap, late = RUNNING.get()
             if is_view and not self.in_view:
                 raise InputError(
                     f"{self._named()} is called by way of an object that is no module of the network, where its "
                     "members cannot be told apart: leave it out by layers=, or make it a submodule of what calls it"
                 )
-            if self.vmapped and lane is None:
+            if self.vmapped and vmap is None:
                 raise InputError(
                     f"{self._named()} runs again outside of its network's forward, which members cannot share"
                 )
@@ -116,7 +116,7 @@ class MemberLayer(nn.Module):
                     raise InputError(f"{self._named()} runs in another order than before")
                 late += [self] if self.untiled else []
             if learns and not torch.is_grad_enabled() and (given := checkpointed()) is not None:
-                if lane is not None:
+                if vmap is not None:
                     raise InputError(f"{self._named()} runs inside torch.utils.checkpoint with use_reentrant=True")
                 if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
                     raise InputError(
@@ -171,9 +171,9 @@ class MemberLayer(nn.Module):
 
     def _at_once(self) -> AtOnce:
         """Return the members that run under vmap."""
-        lane = RUNNING.get().lane
-        assert lane is not None
-        return lane.enter()
+        vmap = RUNNING.get().vmap
+        assert vmap is not None
+        return vmap.enter()
 
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Apply each member's `own` layer, a function of its number, to its rows."""

@@ -36,7 +36,7 @@ class Members(Multitude):
     """
 
     independent = True
-    found_anew = (*Multitude.found_anew, "_runners", "_shared")
+    cache_names = (*Multitude.cache_names, "_runners", "_shared")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(nn.ModuleList(of_one_architecture(networks)), members)

@@ -61,11 +61,11 @@ class Multitude(Tasked):
     independent = False
     """True if the members share no weight. Then each learns from its own loss, and the losses are added."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
+    cache_names: tuple[str, ...] = ("_draw_cache", "_prepared", "_last", "_rewrites")
     """Attributes that are caches; copies and files leave them out."""
 
     _rewrites = False  # True if the network writes into its input, but repeating that changes nothing
-    _settled = False  # whether the network's noise was looked for, and its stochastic layers are known to be called
+    _prepared = False  # whether the network's noise was looked for, and its stochastic layers are known to be called
 
     shares = "network"
     """The attribute with the module whose registries are shared."""
@@ -95,9 +95,9 @@ class Multitude(Tasked):
     network: nn.Module
 
     def forget(self) -> None:
-        """Clear the caches (`found_anew`); running fills them again."""
+        """Clear the caches (`cache_names`); running fills them again."""
         self._draw_cache = Draws()
-        self._settled = self._rewrites = False
+        self._prepared = self._rewrites = False
         self._last = None
 
     @property
@@ -131,8 +131,8 @@ class Multitude(Tasked):
         written = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
         with one_thread(self.network), self._attention():
             try:
-                if not self._settled:
-                    self.settle(x)
+                if not self._prepared:
+                    self.prepare_run(x)
                 predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 raise_about(x, error)
@@ -141,14 +141,14 @@ class Multitude(Tasked):
             self.check_rewrites(x)
         return one_per_input(predictions, x)
 
-    def settle(self, x: Input) -> None:
+    def prepare_run(self, x: Input) -> None:
         """Prepare the first run: find the noise to keep on, and check that stochastic layers are called."""
-        if self._settled:
+        if self._prepared:
             return
         self._look(x)
         if type(self)._predictions is Multitude._predictions:
             check_called(self.network, x, self._predictions)
-        self._settled = not noise_to_find(self.template)
+        self._prepared = not noise_to_find(self.template)
 
     def check_rewrites(self, x: Input) -> None:
         """Raise an error if the network writes into its input, unless writing again changes nothing, as for ReLU."""
@@ -229,7 +229,7 @@ class Multitude(Tasked):
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 with input_errors(x), plain_attention():
-                    self.settle(x)
+                    self.prepare_run(x)
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
 
@@ -352,11 +352,11 @@ class Multitude(Tasked):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the caches out of copies and pickles, since they refer to the network's own objects."""
-        return {key: value for key, value in vars(self).items() if key not in self.found_anew}
+        return {key: value for key, value in vars(self).items() if key not in self.cache_names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        kept = {name: state[name] for name in self.found_anew if name in state}
+        kept = {name: state[name] for name in self.cache_names if name in state}
         self.forget()
         vars(self).update(kept)
 

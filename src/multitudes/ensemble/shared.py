@@ -17,7 +17,7 @@ from multitudes.draws.functional_noise import to_be_kept
 from multitudes.ensemble.member_layer import member_layers
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.runners.one_by_one import OneByOne, member_view
-from multitudes.ensemble.runners.selection import SHARED, Use, runners_for
+from multitudes.ensemble.runners.selection import SHARED, Workload, runners_for
 from multitudes.ensemble.runners.side_by_side import SideBySide, Tiled
 from multitudes.networks.calls import Input, InputError, input_errors, tensors_in, tile, use_of
 from multitudes.networks.calls import rows as some_rows
@@ -48,7 +48,7 @@ class SharedMembers(Multitude):
     take their statistics over all members' rows together.
     """
 
-    found_anew = (*Multitude.found_anew, "_runners")
+    cache_names = (*Multitude.cache_names, "_runners")
 
     rows = "shared"
     """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
@@ -102,7 +102,7 @@ class SharedMembers(Multitude):
             return super()._losses(x, y, criterion, task, weight)
         parts = self._parts(len(y), y.device)
         with input_errors(x):
-            self.settle(x)
+            self.prepare_run(x)
             divided = x if parts.numel() == len(y) else some_rows(x, parts.flatten())
             predictions = self._runners.dividing(x).divided(divided)
         weights = [None] * self.members if weight is None else weight[parts].unbind()
@@ -272,7 +272,9 @@ class SharedRunners:
     def _names(self, x: Input, **known: Any) -> tuple[str, ...]:
         """Return the names of the runners to try, in order."""
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
-        return runners_for(SHARED, Use(tensors_in(x)[0].device.type, self.network.training, _batch(x), table, **known))
+        return runners_for(
+            SHARED, Workload(tensors_in(x)[0].device.type, self.network.training, _batch(x), table, **known)
+        )
 
     @uncompiled
     def choose(self, x: Input) -> Runner:

@@ -109,7 +109,7 @@ def _shared(module: nn.Module) -> Any:
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
     """Return a node's plain settings, and references for those that are taken from the user's network."""
     shares = str(getattr(type(module), "shares", None))
-    beside = {*module.found_anew, "divergences"} if isinstance(module, Multitude) else set()
+    beside = {*module.cache_names, "divergences"} if isinstance(module, Multitude) else set()
     skipped = {*_REGISTRIES, shares, *beside}  # caches, and attributes that are saved separately
     settings, others = {}, []
     for key, value in vars(module).items():

@@ -13,7 +13,7 @@ from multitudes.networks.calls import Input
 from multitudes.networks.trace import observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
 from multitudes.surgery.narrowing.cuts import attention_maps, is_attention
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 from multitudes.surgery.select import is_frozen
 
 
@@ -32,12 +32,12 @@ def keep_scale(
     """
     wanted: dict[str, list[Tensor]] = {}
 
-    def measure(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+    def measure(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
         made = [*(made for _, made in _inner_maps(layer, read)), _without_bias(layer, y)]
         wanted.setdefault(name, [_size(each, axis_of(_last_map(layer)), kept[name]) for each in made])
         return y
 
-    def adjust(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+    def adjust(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
         if name not in wanted:
             return y
         *inner, last = wanted.pop(name)
@@ -54,10 +54,10 @@ def keep_scale(
     names = [name for name in kept if not isinstance(model.get_submodule(name), RECURRENT)]  # their outputs are bounded
     for network, x, see in ((model, example, measure), (converted, own_example, adjust)):
         with observing(network):
-            answered(network, x, names, see)
+            run_replacing(network, x, names, see)
 
 
-def _inner_maps(layer: nn.Module, read: Read) -> list[tuple[Tensor, Tensor]]:
+def _inner_maps(layer: nn.Module, read: LayerInputs) -> list[tuple[Tensor, Tensor]]:
     """Return the matrices of attention's queries, keys and values, with their results on its inputs, without biases."""
     if not is_attention(layer):
         return []

@@ -26,9 +26,9 @@ from multitudes.base.checks import check_choice, check_count, check_seed
 from multitudes.networks.calls import Input, initializing
 from multitudes.networks.seeds import State, seeded, torch_states
 from multitudes.networks.stochastic import stochastic_layers
-from multitudes.surgery.initialize import Own, judge, redraw
+from multitudes.surgery.initialize import CustomInitialization, compare_with_rules, reinitialize
 from multitudes.surgery.output_layers import output_layers
-from multitudes.surgery.select import Factory, Selector, built, check_model
+from multitudes.surgery.select import Factory, Selector, build_network, check_model
 
 INITS = ("fresh", "pretrained", "heads")
 
@@ -59,7 +59,7 @@ class Start:
         check_seed(seed)
         self._factory = None if isinstance(model, nn.Module) else model
         self._seed, self._states = seed, list[State]()
-        self._own: dict[str, Own] | None = None
+        self._own: dict[str, CustomInitialization] | None = None
         self._built = weakref.WeakSet[nn.Module]()
         self._typed = init is not None
         self._selected, self._example = heads, example
@@ -69,7 +69,7 @@ class Start:
         self.redraws = self.fresh and self._factory is None
         """True if the layers' own rules draw all weights; a factory has drawn them already."""
         with self.seeded():
-            self.given = built(model)
+            self.given = build_network(model)
             """The given network or multitude, or the one that the factory has built."""
         self.network = check_model(self.given, nested)
         """The network to convert; it is not changed."""
@@ -86,23 +86,23 @@ class Start:
 
     # -- networks ----------------------------------------------------------------------------------------
 
-    def another(self) -> nn.Module:
+    def next_network(self) -> nn.Module:
         """Return the network for one more member; a factory builds a new one."""
         if self._factory is None:
             return self.network
-        given = built(self._factory) if self._built else self.given
+        given = build_network(self._factory) if self._built else self.given
         if given in self._built:
             raise ValueError("model must build a new network whenever it is called, got the same one twice")
         self._built.add(given)
         return check_model(given, nested=True)
 
-    def begin(self, network: nn.Module) -> nn.Module:
+    def initialize(self, network: nn.Module) -> nn.Module:
         """Give a copy of the network, of any width, its initial weights, in place."""
         if self.redraws:
-            return redraw(network, self.own)
-        return redraw(network, only=self.heads) if self.mode == "heads" else network
+            return reinitialize(network, self.own)
+        return reinitialize(network, only=self.heads) if self.mode == "heads" else network
 
-    def apart(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
+    def require_distinct(self, networks: Iterable[nn.Module], ways_out: str) -> Iterator[nn.Module]:
         """Yield the members' networks; raise an error if one equals the first, since they would learn the same.
 
         Equal networks with stochastic layers are fine: they learn from different draws.
@@ -112,10 +112,10 @@ class Start:
             if first is None:
                 first = network
             elif _same(first, network) and not stochastic_layers(network):
-                raise ValueError(self.same(ways_out))
+                raise ValueError(self.same_network_error(ways_out))
             yield network
 
-    def same(self, ways_out: str) -> str:
+    def same_network_error(self, ways_out: str) -> str:
         """Return the error message for members that would all be one network."""
         stays = "so all members would be the same network, and stay so, since they learn from the same batches"
         if self._factory is not None and self.mode != "heads":
@@ -132,15 +132,15 @@ class Start:
         return output_layers(self.network, self._selected, self._example)
 
     @property
-    def own(self) -> dict[str, Own]:
+    def own(self) -> dict[str, CustomInitialization]:
         """The parameters that do not start by their layers' rules, by name; the first access warns about them."""
         if self._own is None:
-            self._own = self._judge()
+            self._own = self._compare_with_rules()
         return self._own
 
-    def _judge(self) -> dict[str, Own]:
+    def _compare_with_rules(self) -> dict[str, CustomInitialization]:
         with initializing():
-            own, trained = judge(self.network)
+            own, trained = compare_with_rules(self.network)
         told = []
         if trained is not None and not self._typed:
             told.append(
@@ -158,7 +158,7 @@ class Start:
             warnings.warn("; ".join(told), stacklevel=_outside())
         return own
 
-    def noted(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
+    def summary_notes(self, notes: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return notes for the summary, by layer: the method's own, and on parameters that did not start by rules."""
         texts = {name: [text] for name, text in (notes or {}).items()}
         if self.mode == "heads":

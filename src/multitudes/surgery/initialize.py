@@ -38,21 +38,23 @@ _POWER_ITERATIONS = 100
 
 
 @torch.no_grad()
-def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Collection[str] | None = None) -> nn.Module:
+def reinitialize(
+    network: nn.Module, own: Mapping[str, CustomInitialization] | None = None, only: Collection[str] | None = None
+) -> nn.Module:
     """Reinitialise a network in place, from torch's random state: all of it, or the modules named by `only`.
 
     Frozen parameters keep their values. `own` holds parameters, by name, that do not start by their layers' rules.
     """
     if isinstance(network, Members):
         for member in network.network:
-            redraw(member, own, only)
+            reinitialize(member, own, only)
         return network
     frozen = [(tensor, tensor.detach().clone()) for tensor in _frozen_tensors(network)]
     parameters = dict(network.named_parameters())
     custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
     _run_rules(network.network if isinstance(network, Multitude) else network, only)
     for parameter, how, before in custom:
-        how.settle(parameter, before)
+        how.correct(parameter, before)
     for tensor, value in frozen:
         tensor.copy_(value)
     return network
@@ -198,7 +200,7 @@ def _compute_by_hook(layer: nn.Module, hook: Any, value: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Own:
+class CustomInitialization:
     """The initialisation of a parameter that does not start by its layer's rule."""
 
     reason: str
@@ -211,7 +213,7 @@ class Own:
     scale: float = 1.0
     shift: complex = 0.0
 
-    def settle(self, parameter: Tensor, before: Tensor) -> None:
+    def correct(self, parameter: Tensor, before: Tensor) -> None:
         """Correct the values that the layer's rule has drawn, in place."""
         if self.kept:
             parameter.copy_(before)
@@ -221,7 +223,7 @@ class Own:
 
 
 @torch.no_grad()
-def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
+def compare_with_rules(network: nn.Module) -> tuple[dict[str, CustomInitialization], str | None]:
     """Compare a network with what its rules make of a copy. Random states are restored.
 
     Return the parameters, by name, that do not start by their layers' rules, and the reason why the network looks
@@ -230,7 +232,7 @@ def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
     if any(parameter.is_meta for parameter in network.parameters()):  # no values to compare
         return {}, None
     if isinstance(network, Members):
-        return judge(network._member(0))
+        return compare_with_rules(network._member(0))
     network = network.network if isinstance(network, Multitude) else network
     other = copied(network)
     for parameter in other.parameters():
@@ -240,7 +242,7 @@ def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
     own, pairs = {}, {}
     for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True):
         if given.requires_grad and torch.equal(_moved(given), drawn):
-            own[name] = Own("no rule draws it anew", kept=True)
+            own[name] = CustomInitialization("no rule draws it anew", kept=True)
         elif given.requires_grad:
             pairs[name] = given.detach(), drawn.detach()
     trained = _looks_trained(network, pairs)
@@ -272,7 +274,7 @@ def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]
     return None
 
 
-def _compared(given: Tensor, drawn: Tensor) -> Own | None:
+def _compared(given: Tensor, drawn: Tensor) -> CustomInitialization | None:
     """Return how a given parameter differs from its layer's rule; None if the rule may have drawn it."""
     if torch.equal(given, drawn):
         return None
@@ -280,7 +282,7 @@ def _compared(given: Tensor, drawn: Tensor) -> Own | None:
         number = given.flatten()[0].item()
         # A single number drawn by a rule is constant too, but has more digits than one from code.
         written = given.numel() > 1 or f"{number:.3g}" == f"{number:.7g}"
-        return Own("one constant", kept=True, exact=True) if written else None
+        return CustomInitialization("one constant", kept=True, exact=True) if written else None
     if _constant(drawn):  # the rule draws a constant, so training changed it
         return None
     zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in a table of any size
@@ -288,13 +290,15 @@ def _compared(given: Tensor, drawn: Tensor) -> Own | None:
     given, drawn = given.flatten()[::step], drawn.flatten()[::step]
     constants = tuple(dict.fromkeys([*_repeated(given, drawn), *([0.0] if zeros else [])]))
     if len(constants) > _FEW or (stays := _among(given, constants)).all():
-        return Own("constants, no independent draws", kept=True)
+        return CustomInitialization("constants, no independent draws", kept=True)
     exact = torch.promote_types(given.dtype, torch.float64)
     found = _other_distribution(given[~stays].to(exact), drawn[~stays].to(exact))
     if found is not None:
         scale, shift = found
-        return Own(f"{scale:.3g} times the deviation of its layer's own", False, False, constants, scale, shift)
-    return Own("some constants, which stay", exact=True, constants=constants) if constants else None
+        return CustomInitialization(
+            f"{scale:.3g} times the deviation of its layer's own", False, False, constants, scale, shift
+        )
+    return CustomInitialization("some constants, which stay", exact=True, constants=constants) if constants else None
 
 
 def _other_distribution(given: Tensor, drawn: Tensor) -> tuple[float, complex] | None:

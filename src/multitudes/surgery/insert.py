@@ -17,7 +17,7 @@ from torch import nn
 from multitudes.networks.calls import Input
 from multitudes.networks.copies import copied
 from multitudes.surgery.initialize import RULES
-from multitudes.surgery.observe import executed
+from multitudes.surgery.observe import execution_order
 
 
 class Inserted(nn.Sequential):
@@ -107,7 +107,7 @@ def _insert(
     if missing:
         there = ", ".join(other for other, _ in model.named_modules() if other)
         raise ValueError(f"model ({type(model).__name__}) has no layer {missing[0]!r}; there are: {there}")
-    running = [] if example is None else executed(model, example, (nn.Sequential,))
+    running = [] if example is None else execution_order(model, example, (nn.Sequential,))
     called = {id(model.get_submodule(sequential)) for sequential in running}
     memo: dict[int, Any] = {}
     copies: dict[int, nn.Module] = {}  # copies of layers that the memo replaces

@@ -155,7 +155,7 @@ class AffineMemberLayer(MemberLayer):
         return super().__getattr__(name)
 
 
-def joined(
+def make_shared_members(
     kind: type[Net],
     start: Start,
     network: nn.Module,

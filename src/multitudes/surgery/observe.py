@@ -1,6 +1,6 @@
 """Observe a network in a run: find an input that fits, the order of its layers, and the share that a method reaches.
 
-`answered` also replaces the outputs of layers.
+`run_replacing` also replaces the outputs of layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def example_for(model: nn.Module, example: Input | None = None, tries: int | Non
     raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
 
 
-def cheap_example(model: nn.Module) -> Input | None:
+def usual_example(model: nn.Module) -> Input | None:
     """Return noise of the most common size, if that fits the network; it takes little time to compute."""
     try:
         return example_for(model, tries=1)
@@ -72,13 +72,13 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def followed_attention() -> Iterator[None]:
+def unfused_attention() -> Iterator[None]:
     """Run attention step by step, so that NaN goes through it, which fused kernels do not guarantee."""
     with plain_attention(), math_attention():
         yield
 
 
-def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
+def execution_order(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
     """Return the names of the layers of these kinds or names, in the order in which a forward reaches them."""
     return list(dict.fromkeys(call.name for call in record(model, example, kinds, tensors=False).ended))
 
@@ -92,7 +92,7 @@ def call_order(model: nn.Module, example: Input) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Read:
+class LayerInputs:
     """The arguments of a layer: its inputs with channels, three for attention, and the others."""
 
     inputs: list[Tensor]
@@ -100,24 +100,24 @@ class Read:
     kwargs: dict[str, Any]
 
 
-Answer = Callable[[str, nn.Module, Read, Tensor], Tensor | tuple[Any, ...]]
+Replacement = Callable[[str, nn.Module, LayerInputs, Tensor], Tensor | tuple[Any, ...]]
 """A function that returns a layer's new output, for attention optionally with its weights."""
 
 
-def read_by(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
+def split_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
     """Separate a layer's inputs from its other arguments; an embedding has no inputs with channels."""
     names = ("query", "key", "value") if is_attention(layer) else tuple(kwargs)[:1]
     count = 0 if isinstance(layer, nn.Embedding) else max(1, len(names))
     named = [name for name in names if name in kwargs][: max(0, count - len(args))]
     others = {name: value for name, value in kwargs.items() if name not in named}
-    return Read([*args[:count], *(kwargs[name] for name in named)], args[count:], others)
+    return LayerInputs([*args[:count], *(kwargs[name] for name in named)], args[count:], others)
 
 
-def answered(
+def run_replacing(
     model: nn.Module,
     example: Input,
     names: Collection[str],
-    answer: Answer,
+    answer: Replacement,
     mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
 ) -> Tensor:
     """Predict an example while `answer` replaces the outputs of some layers.
@@ -125,16 +125,16 @@ def answered(
     Attention runs step by step, so that NaN goes through it. `mode`, a function mode, receives the network's calls
     first.
     """
-    begun: list[Read] = []
+    begun: list[LayerInputs] = []
 
     def enter(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        begun.append(read_by(layer, args, kwargs))
+        begun.append(split_inputs(layer, args, kwargs))
 
     def leave(name: str, layer: nn.Module, _: Any, y: Any) -> Any:
         given = answer(name, layer, begun.pop(), y[0] if isinstance(y, tuple) else y)
         return (given, *y[1:]) if isinstance(y, tuple) and isinstance(given, Tensor) else given
 
-    with followed_attention(), mode, hooked(model, names, leave, enter):
+    with unfused_attention(), mode, hooked(model, names, leave, enter):
         return call(model, example)
 
 
@@ -145,7 +145,7 @@ _SHOWN = 5
 """The maximum number of layer kinds in a warning."""
 
 
-def tell_reach(
+def note_reach(
     net: Multitude,
     model: nn.Module,
     converted: Collection[str],
@@ -168,14 +168,14 @@ def tell_reach(
     told += f" (multiply-adds are {unknown})" if counted is None else ""
     net.notes[REACH] = f"reaches {told}".replace("%", " %")
     small = any(_share(ours, whole - others) < 0.5 for ours, others, whole in reached.values())
-    left = kinds_left(model, [*converted, *on_purpose])
+    left = unconverted_kinds(model, [*converted, *on_purpose])
     if warn and small and left:
         warnings.warn(
             f"the method {net.notes[REACH]} of model ({type(model).__name__}); left out are {left}", stacklevel=3
         )
 
 
-def kinds_left(model: nn.Module, converted: Collection[str]) -> str:
+def unconverted_kinds(model: nn.Module, converted: Collection[str]) -> str:
     """List the classes with the remaining parameters, largest first, with their numbers of layers."""
     taken = {id(module) for name in converted for module in model.get_submodule(name).modules()}
     layers: Counter[str] = Counter()
@@ -204,7 +204,7 @@ def _multiply_adds(
     """Count those of converted layers, of layers left out on purpose, and of all; None if no example runs."""
     if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
         return None
-    x = cheap_example(model) if example is None else example
+    x = usual_example(model) if example is None else example
     if x is None:
         return None
     try:

@@ -15,7 +15,7 @@ from multitudes.networks.copies import copied
 from multitudes.networks.settings import FLAT_WEIGHTS
 from multitudes.networks.views import view
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, plain_copy, weight_of
-from multitudes.surgery.initialize import redraw
+from multitudes.surgery.initialize import reinitialize
 from multitudes.surgery.member_affine import AffineMemberLayer
 
 
@@ -188,13 +188,13 @@ def _registry(modules: Mapping[str, nn.Module], place: str) -> tuple[dict[str, A
     return (parameters if name in parameters else buffers), name
 
 
-def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
+def own_member_layers(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
     """Return each member's own layers and blocks by name, reset by their rules if `drawn`, else unchanged."""
     work = copied(network) if drawn else network
     copies: dict[str, list[nn.Module]] = {name: [] for name in names}
     for _ in range(members):
         if drawn:
-            redraw(work, only=names)
+            reinitialize(work, only=names)
         for name, own in copies.items():
             own.append(copied(work.get_submodule(name)))
     return {name: _own_copies(own) for name, own in copies.items()}

@@ -168,7 +168,7 @@ Factory = Callable[[], nn.Module]
 """A builder of a network: a function without arguments, or a class that needs none."""
 
 
-def built(model: nn.Module | Factory) -> nn.Module:
+def build_network(model: nn.Module | Factory) -> nn.Module:
     """Return the network, or one that the factory builds."""
     if isinstance(model, nn.Module):
         return model

@@ -30,7 +30,7 @@ class CannotPack(InputError):
 
 
 @dataclass(eq=False)
-class Team:
+class PackingState:
     """The members that run together."""
 
     members: int
@@ -45,25 +45,25 @@ class Team:
 class Many:
     """One value per member; torch's functions and methods compute all of them."""
 
-    __slots__ = ("__weakref__", "team", "tensor")
+    __slots__ = ("__weakref__", "state", "tensor")
 
-    def __init__(self, tensor: Tensor, team: Team) -> None:
-        if team.gradients and not torch.is_grad_enabled():  # as in an autograd function with its own backward
+    def __init__(self, tensor: Tensor, state: PackingState) -> None:
+        if state.gradients and not torch.is_grad_enabled():  # as in an autograd function with its own backward
             raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
         self.tensor = tensor
-        self.team = team
+        self.state = state
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return applied(function, *args, **(kwargs or {}))
+        return dispatch(function, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
             return getattr(self.stacked()[0], name)
         attribute = getattr(Tensor, name)
         if callable(attribute):
-            return partial(applied, attribute, self)
-        return applied(attribute.__get__, self)
+            return partial(dispatch, attribute, self)
+        return dispatch(attribute.__get__, self)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
@@ -91,7 +91,7 @@ class Many:
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Many:
-        return type(self)(tensor, self.team)
+        return type(self)(tensor, self.state)
 
 
 class Packed(Many):
@@ -104,7 +104,7 @@ class Packed(Many):
 
     def stacked(self) -> Tensor:
         batch, channels, *rest = self.tensor.shape
-        return self.tensor.view(batch, self.team.members, channels // self.team.members, *rest).movedim(1, 0)
+        return self.tensor.view(batch, self.state.members, channels // self.state.members, *rest).movedim(1, 0)
 
     def packed(self) -> Tensor:
         return self.tensor
@@ -133,15 +133,15 @@ Value = Many | Tensor
 # -- functions of values -----------------------------------------------------------------------------------
 
 
-def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+def dispatch(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a torch function for all members at once: by its rule, or under `vmap`, which is right for any function."""
     rule = RULES.get(function)
     if rule is not None and (not kwargs or _fits(rule, len(args), tuple(kwargs))):
         result = rule(function, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    team = next(leaf.team for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
-    return mapped(team, function, *args, **kwargs)
+    state = next(leaf.state for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
+    return run_under_vmap(state, function, *args, **kwargs)
 
 
 @cache
@@ -154,21 +154,21 @@ def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
     return True
 
 
-def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
+def run_under_vmap(state: PackingState, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function under `vmap`, with each member's own random numbers; what all members share stays shared."""
     name = getattr(function, "__name__", str(function))
     if not torch.compiler.is_compiling():
-        team.mapped.add(name)
+        state.mapped.add(name)
     if function is Tensor.view:  # members' values need not be contiguous
         function = Tensor.reshape
     leaves, structure = tree_flatten((args, kwargs))
     try:
-        with at_once(team.members) as members:
+        with at_once(state.members) as members:
             own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
             given, options = tree_unflatten(own, structure)
             results, form = tree_flatten(function(*given, **options))
             whole = [
-                Stacked(members.whole(each), team)
+                Stacked(members.whole(each), state)
                 if isinstance(each, Tensor) and _functorch.is_batchedtensor(each)
                 else each
                 for each in results
@@ -183,7 +183,7 @@ def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _operator(name: str, function: Any) -> None:
     def method(self: Many, *args: Any) -> Any:
-        return applied(function, self, *args)
+        return dispatch(function, self, *args)
 
     setattr(Many, name, method)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from multitudes.ensemble.runners.loop_runner import LoopRunner
 from multitudes.ensemble.runners.member_size import convolves, is_small, is_watched
 from multitudes.ensemble.runners.packed_runner import PackedRunner
-from multitudes.ensemble.runners.selection import INDEPENDENT, Use, runners_for
+from multitudes.ensemble.runners.selection import INDEPENDENT, Workload, runners_for
 from multitudes.ensemble.runners.template import CannotStack
 from multitudes.ensemble.runners.vmapped_runner import VmappedRunner
 from multitudes.networks.calls import Input, InputError, tensors_in
@@ -62,7 +62,7 @@ class IndependentRunners:
         if key not in self.usual_names:
             small = not first.is_cuda and self._packs_small(x)
             rows = len(first) if first.dim() else 0
-            use = Use(first.device.type, training, rows, False, convolves=convolves(self.networks[0]), small=small)
+            use = Workload(first.device.type, training, rows, False, convolves=convolves(self.networks[0]), small=small)
             self.usual_names[key] = runners_for(INDEPENDENT, use)[0]
         return self.usual_names[key]
 

@@ -11,7 +11,7 @@ from multitudes.networks.stochastic import attached
 
 
 class PackedRunner:
-    """Run networks of one architecture side by side, `[B, M*C, ...]` (see `core/packing`).
+    """Run networks of one architecture side by side, `[B, M*C, ...]` (see `ensemble/packing`).
 
     Laurent et al., *Packed-Ensembles for efficient uncertainty estimation*, 2023.
     """
@@ -43,4 +43,4 @@ class PackedRunner:
 
     def all_steps_have_rules(self) -> bool:
         """Return whether runs in this mode used no slow function under `torch.vmap`."""
-        return not self.packed[self.networks.training][1].team.mapped
+        return not self.packed[self.networks.training][1].state.mapped

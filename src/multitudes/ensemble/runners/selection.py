@@ -11,7 +11,7 @@ from math import inf
 
 
 @dataclass(frozen=True)
-class Use:
+class Workload:
     """The facts that the choice depends on: device, mode, and the kind and size of network and input."""
 
     device: str
@@ -27,11 +27,11 @@ class Use:
     convolves: bool = False
     """True if the network has at least as many kernels as matrices."""
     small: bool = False
-    """True if calling a member's layers takes most of its time (`runners/size.py`)."""
+    """True if calling a member's layers takes most of its time (`runners/member_size.py`)."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Choice:
     """Runners to try, in order, and the uses that they are for; None stands for any."""
 
     runners: tuple[str, ...]
@@ -44,13 +44,13 @@ class Row:
     convolves: bool | None = None
     small: bool | None = None
 
-    def fits(self, use: Use) -> bool:
+    def fits(self, workload: Workload) -> bool:
         exact = ("device", "training", "table", "convolves", "small")
         return (
-            all(getattr(self, name) in (None, getattr(use, name)) for name in exact)
-            and use.rows <= self.most_rows
-            and use.shared >= self.least_shared
-            and use.products <= self.most_products
+            all(getattr(self, name) in (None, getattr(workload, name)) for name in exact)
+            and workload.rows <= self.most_rows
+            and workload.shared >= self.least_shared
+            and workload.products <= self.most_products
         )
 
 
@@ -61,31 +61,31 @@ Vmap takes some time for each function, so it comes last where little is shared.
 """
 
 SHARED = (
-    Row(LATE, training=True, least_shared=0.05),
-    Row(LATE, device="cuda", least_shared=0.05),
-    Row(LATE, least_shared=0.25),
-    Row(EARLY, training=True),
-    Row(EARLY, device="cuda"),
-    Row(EARLY, table=True, most_rows=4096),
-    Row(EARLY, most_products=16e6),
-    Row(("one_by_one",)),
+    Choice(LATE, training=True, least_shared=0.05),
+    Choice(LATE, device="cuda", least_shared=0.05),
+    Choice(LATE, least_shared=0.25),
+    Choice(EARLY, training=True),
+    Choice(EARLY, device="cuda"),
+    Choice(EARLY, table=True, most_rows=4096),
+    Choice(EARLY, most_products=16e6),
+    Choice(("one_by_one",)),
 )
 """Members that share weights: a CPU takes longer for one large batch than for M small ones."""
 
 INDEPENDENT = (
-    Row(("packed",), device="cuda", convolves=True),
-    Row(("vmapped",), device="cuda"),
-    Row(("packed",), device="cpu", small=True),
-    Row(("loop",)),
+    Choice(("packed",), device="cuda", convolves=True),
+    Choice(("vmapped",), device="cuda"),
+    Choice(("packed",), device="cpu", small=True),
+    Choice(("loop",)),
 )
 """Members that share no weight: a CPU is fastest with one after the other, unless they are small; a GPU, with all at
 once, which fills it."""
 
 
-def runners_for(table: Sequence[Row], use: Use) -> tuple[str, ...]:
+def runners_for(table: Sequence[Choice], workload: Workload) -> tuple[str, ...]:
     """Return the runners to try, in order: those of the first row that fits.
 
-    >>> runners_for(SHARED, Use("cpu", training=False, rows=32, table=False))
+    >>> runners_for(SHARED, Workload("cpu", training=False, rows=32, table=False))
     ('one_by_one',)
     """
-    return next(row.runners for row in table if row.fits(use))
+    return next(row.runners for row in table if row.fits(workload))

@@ -14,7 +14,7 @@ from multitudes.networks.stochastic import as_member, stochastic_layers
 from multitudes.networks.trace import attributes_restored, writing_modules
 from multitudes.networks.versions import Versions
 from multitudes.networks.views import Views, may_write, run, view
-from multitudes.networks.vmap import Lane
+from multitudes.networks.vmap import LazyVmap
 
 
 class Tiled:
@@ -54,38 +54,38 @@ class SideBySide:
 
     def __call__(self, x: Input) -> Tensor:
         (network,) = self.views.current()
-        with Lane(self.members) as lane:
+        with LazyVmap(self.members) as vmap:
             if stochastic_layers(network):  # each member has random numbers of its own, before that layer as well
-                lane.enter()
-            return self._run(network, lane, x)
+                vmap.enter()
+            return self._run(network, vmap, x)
 
     def divided(self, x: Input) -> Tensor:
         """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
         (network,), rows = self.views.current(), len(tensors_in(x)[0])
-        with Lane(self.members) as lane:
-            members = lane.enter()
+        with LazyVmap(self.members) as vmap:
+            members = vmap.enter()
 
             def own(tensor: Tensor) -> Tensor:
                 is_divided = tensor.shape[:1] == (rows,)
                 return members.own(tensor.unflatten(0, (self.members, -1))) if is_divided else tensor
 
-            return self._run(network, lane, mapped(own, x))
+            return self._run(network, vmap, mapped(own, x))
 
-    def _run(self, network: nn.Module, lane: Lane, x: Input) -> Tensor:
+    def _run(self, network: nn.Module, vmap: LazyVmap, x: Input) -> Tensor:
         writing = writing_modules(network)
         buffers = [(module, dict(module._buffers)) for _, module in writing]
         own_numbers: AbstractContextManager[None] = nullcontext()
-        if lane.members is not None:
-            own_numbers = as_member(network, lane.members.own(torch.arange(self.members)), self.members)
+        if vmap.members is not None:
+            own_numbers = as_member(network, vmap.members.own(torch.arange(self.members)), self.members)
         try:
             with own_numbers, attributes_restored(writing) as written:
-                predictions = lane.whole(run(network, x, lane=lane))
+                predictions = vmap.whole(run(network, x, vmap=vmap))
         finally:
             for module, own in buffers:
                 if any(module._buffers[name] is not buffer for name, buffer in own.items()):
                     module._buffers.update(own)
                     raise InputError("its code assigns buffers as it runs")
-        if lane.disturbed:
+        if vmap.disturbed:
             raise InputError("a layer that differs between members runs inside a function mode")
         if written:
             path, name = min(written)

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.networks.attention import Attention as Arguments
-from multitudes.networks.attention import dropped
+from multitudes.networks.attention import Attention, dropped
 from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.trace import Trace, observing, recording
 from multitudes.surgery.narrowing.cuts import CannotNarrow, form_of, is_attention, scaled
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 
 Pattern = tuple[int, int]
 """A split of channels: into this many equal parts, and in blocks of this many neighbors."""
@@ -34,7 +33,7 @@ _GROUPS = {"view", "reshape", "unflatten", "channel_shuffle", "pixel_shuffle"}
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class ObservedAttention:
     """One attention: the channels that its heads read."""
 
     size: int
@@ -70,21 +69,21 @@ class _Observed(TorchFunctionMode):
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.run, self.batch = Trace(), batch
-        self.found: list[Attention] = []
+        self.found: list[ObservedAttention] = []
         self.patterns: dict[int, Pattern] = {}  # how axes are split, by their size
         self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and their outputs
         self.sizes: dict[tuple[int, ...], int] = {}  # of products, by shape: the size of the last axis of their factors
         self.scores: Tensor | None = None  # of a softmax whose weights multiply values next
         self.generator = torch.Generator().manual_seed(0)
 
-    def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
+    def see(self, name: str, layer: Any, read: LayerInputs, y: Tensor) -> Tensor:
         """Replace a layer's output by random numbers."""
         with torch._C.DisableTorchFunction():
             made = torch.randn(y.shape, generator=self.generator).to(y).requires_grad_()
             self.made.append((name, form_of(layer).axis, made))
             if is_attention(layer):
                 reads = torch.eye(layer.num_heads, dtype=torch.bool).repeat_interleave(layer.head_dim, 1)
-                self.found.append(Attention(layer.head_dim, {name: reads}))
+                self.found.append(ObservedAttention(layer.head_dim, {name: reads}))
             return made * 1  # the network's code may change it in place
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +92,7 @@ class _Observed(TorchFunctionMode):
             return function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             with self:
-                return dropped(lambda weights: weights, Arguments(*args, **kwargs))
+                return dropped(lambda weights: weights, Attention(*args, **kwargs))
         result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             tensors = tensors_in((*args, *kwargs.values()))
@@ -129,7 +128,7 @@ class _Observed(TorchFunctionMode):
             self._heads(alone)[index].copy_(self._heads(weights)[index].detach())
             heads.append([head, function(*[alone if x is weights else x for x in args], **kwargs)])
         if reads := self._reads(heads):
-            self.found.append(Attention(self.sizes[tuple(scores.shape)], reads))
+            self.found.append(ObservedAttention(self.sizes[tuple(scores.shape)], reads))
 
     def _reads(self, heads: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return the channels that heads read, `[H, C]` by layer: those where a random gradient is not zero."""
@@ -171,7 +170,7 @@ class _Observed(TorchFunctionMode):
         self.patterns[size] = both if size % math.prod(both) == 0 else before
 
 
-def _merged(attention: Attention) -> Attention:
+def _merged(attention: ObservedAttention) -> ObservedAttention:
     """Merge heads that read the same channels, as heads in the batch do."""
     rows = torch.cat(list(attention.reads.values()), 1).tolist()
     first = [index for index, row in enumerate(rows) if row not in rows[:index]]
@@ -180,11 +179,11 @@ def _merged(attention: Attention) -> Attention:
 
 def observe_attention(
     model: nn.Module, example: Input, names: Collection[str]
-) -> tuple[list[Attention], dict[int, Pattern]]:
+) -> tuple[list[ObservedAttention], dict[int, Pattern]]:
     """Return the attentions of a run, in order, and how axes are split; `names` are the layers that make channels."""
     seen = _Observed(tensors_in(example)[0].shape[0])
     with observing(model), torch.enable_grad(), recording(model, trace=seen.run), suppress(RuntimeError):
-        answered(model, example, names, seen.see, seen)  # some code cannot run with gradients
+        run_replacing(model, example, names, seen.see, seen)  # some code cannot run with gradients
     return list(map(_merged, seen.found)), seen.patterns
 
 
@@ -200,7 +199,7 @@ class HeadChoice:
 
     def __init__(
         self,
-        found: Sequence[Attention],
+        found: Sequence[ObservedAttention],
         factor: float,
         generator: torch.Generator,
         counts: Mapping[str, int],
@@ -263,7 +262,7 @@ class HeadChoice:
         """The kept groups and heads, by their former number, for tables with one entry each."""
         return {len(a.groups): self.kept(a)[1] for a in self.found} | {a.heads: self.kept(a)[0] for a in self.found}
 
-    def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
+    def kept(self, attention: ObservedAttention) -> tuple[Tensor, Tensor]:
         """Return the kept heads, and the kept groups."""
         kind = attention.heads, len(attention.groups)
         if kind not in self._kept:
@@ -274,7 +273,7 @@ class HeadChoice:
             self._kept[kind] = groups[kept][:, each].flatten().sort().values, kept
         return self._kept[kind]
 
-    def _counts(self, attention: Attention) -> tuple[int, int]:
+    def _counts(self, attention: ObservedAttention) -> tuple[int, int]:
         """Return how many heads are kept, and how many groups."""
         heads, shared = attention.heads, len(attention.groups)
         alike = [a for a in self.found if (a.heads, len(a.groups)) == (heads, shared)]

@@ -12,7 +12,7 @@ from multitudes.networks.architecture import check_architecture
 from multitudes.networks.calls import Input, call
 from multitudes.networks.seeds import seeded
 from multitudes.networks.trace import observing
-from multitudes.surgery.observe import cheap_example
+from multitudes.surgery.observe import usual_example
 from multitudes.surgery.select import Factory, check_model
 
 Build = Callable[[float], nn.Module]
@@ -101,7 +101,7 @@ def _check_narrower(network: nn.Module, whole: nn.Module, width: float, example:
             f"model({width:g}) has {small} parameters, and model(1) {large}: the function must build a narrower "
             "network for a smaller width"
         )
-    x = cheap_example(whole) if example is None else example
+    x = usual_example(whole) if example is None else example
     if x is None:
         return
     with observing(whole, network):

@@ -14,7 +14,7 @@ from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.trace import Trace, observing, recording
 from multitudes.surgery.narrowing.attention_heads import HeadChoice
 from multitudes.surgery.narrowing.cuts import CannotNarrow, Cut, form_of, is_depthwise
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
 """Cuts of parameters outside of layers, by name: the axes that are cut, and the entries kept along them."""
@@ -38,7 +38,7 @@ class Watch(TorchFunctionMode):
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         try:
-            with followed_sizes(model, names) as self.sizes:
+            with track_sizes(model, names) as self.sizes:
                 self._run(model, example, names)
         except (KeyError, TypeError, RuntimeError):  # a table with such sizes as keys, or a scripted function
             self.sizes, self.cuts = {}, {}
@@ -46,7 +46,7 @@ class Watch(TorchFunctionMode):
 
     def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         with recording(model) as self.trace:
-            answered(model, example, names, self.see, self)
+            run_replacing(model, example, names, self.see, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
@@ -80,7 +80,7 @@ class Watch(TorchFunctionMode):
         kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
         return f"layer {name!r} ({kind.__name__})"
 
-    def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
+    def see(self, name: str, layer: Any, read: LayerInputs, y: Tensor) -> Tensor:
         """Record what a layer keeps, and set its dropped channels to NaN."""
         with torch._C.DisableTorchFunction():
             form = form_of(layer)
@@ -124,7 +124,7 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
     """Return whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
     reached: list[bool] = []
 
-    def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+    def see(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
         form = form_of(layer)
         for x, kept in zip(read.inputs, cuts[name].indices, strict=False):
             seen = x.isnan().movedim(form.axis, 0).flatten(1).any(1).cpu()
@@ -138,7 +138,7 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
             values = torch.full_like(values, torch.nan).index_copy(axis, index, values.index_select(axis, index))
         data[model.get_parameter(name)] = values
     with observing(model), holding_data(data):
-        output = answered(model, example, cuts, see)
+        output = run_replacing(model, example, cuts, see)
     return bool(reached) and all(reached) and not bool(output.isnan().any())
 
 
@@ -181,7 +181,7 @@ Sizes = Mapping[tuple[str, ...], Any]
 
 
 @contextmanager
-def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
+def track_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
     """Replace the numbers that modules hold by `Size`s for the duration of a `with`, except in the modules `leave`."""
     found: dict[tuple[str, ...], Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
@@ -252,17 +252,17 @@ def _kept(x: Tensor, axis: int) -> int:
     return int((~x.isnan().movedim(axis, 0).flatten(1).all(1)).sum())
 
 
-def changed(network: nn.Module, sizes: Sizes) -> None:
+def apply_sizes(network: nn.Module, sizes: Sizes) -> None:
     """Set the numbers of a narrowed network whose axes have all lost the same entries, in place."""
     for (name, *owners, key), sized in sizes.items():
         held: Any = network.get_submodule(name)
         for owner in owners:
             held = getattr(held, owner)
-        if (new := _settled(sized)) != sized:
+        if (new := _final_size(sized)) != sized:
             vars(held)[key] = new
 
 
-def _settled(sized: Any) -> Any:
+def _final_size(sized: Any) -> Any:
     if isinstance(sized, (list, tuple)):
-        return type(sized)(map(_settled, sized))
+        return type(sized)(map(_final_size, sized))
     return min(sized.kept) if isinstance(sized, Size) and len(sized.kept) == 1 else int(sized)

@@ -36,9 +36,9 @@ from multitudes.surgery.narrowing.cuts import (
     norm_groups,
 )
 from multitudes.surgery.narrowing.huggingface_configs import follow_configs, narrower_models
-from multitudes.surgery.narrowing.nan_watch import Along, Watch, changed, loses_the_same
-from multitudes.surgery.narrowing.proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import executed
+from multitudes.surgery.narrowing.nan_watch import Along, Watch, apply_sizes, loses_the_same
+from multitudes.surgery.narrowing.proof import free_parameters, prove, runs_like
+from multitudes.surgery.observe import execution_order
 from multitudes.surgery.output_layers import final_layers
 from multitudes.surgery.select import PRODUCTS, TRANSPOSED, Selector, is_frozen, replace, select, within
 
@@ -101,7 +101,7 @@ def _observed_copy(
     """Return the narrowed copy from observation, and every layer's cut; layers in `split` may be grouped."""
     _check_layers(model)
     known = _known(model)
-    order = executed(model, example, [name for name, form in known.items() if form.makes])
+    order = execution_order(model, example, [name for name, form in known.items() if form.makes])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
     counts = {
@@ -121,7 +121,9 @@ def _observed_copy(
     along = _along(model, example, cuts, watch.heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, {path: s for path, s in watch.sizes.items() if not any(within(path[0], name) for name in built)})
+    apply_sizes(
+        narrowed, {path: s for path, s in watch.sizes.items() if not any(within(path[0], name) for name in built)}
+    )
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, watch.heads.sources)
     return narrowed, cuts
@@ -152,7 +154,7 @@ def _watched(
     with observing(model):
         watch = watched(whole)
         if frozen := _cut_frozen(model, watch.cuts):  # its inputs must be whole too
-            before = executed(model, example, known)
+            before = execution_order(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
             watch = watched(whole)
     return watch, whole | {order[0]}
@@ -224,7 +226,7 @@ def _along(
     exact = {(size, len(kept)): kept for size, kept in (*layers, *heads.entries.items())}
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
-    for name in standing_alone(model):
+    for name in free_parameters(model):
         whole = model.get_parameter(name)
         if of := [prefix for prefix in built if within(name, prefix)]:
             small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
@@ -307,7 +309,7 @@ def _check_layers(model: nn.Module) -> None:
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
     """Warn if most of a narrowed network's parameters are outside of layers and were not cut."""
     shapes = {name: parameter.shape for name, parameter in narrowed.named_parameters()}
-    whole = [name for name in standing_alone(model) if model.get_parameter(name).shape == shapes.get(name)]
+    whole = [name for name in free_parameters(model) if model.get_parameter(name).shape == shapes.get(name)]
     size = sum(model.get_parameter(name).numel() for name in whole)
     total = sum(p.numel() for p in narrowed.parameters())
     if size > total / 2:
@@ -320,7 +322,7 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
         )
 
 
-def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
+def rescale_activations(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
     """Scale the narrowed network's weights so that activations are as large as the model's; return it."""
     if sum(p.numel() for p in narrowed.parameters()) == sum(p.numel() for p in model.parameters()):
         return narrowed

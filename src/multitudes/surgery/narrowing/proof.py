@@ -17,7 +17,7 @@ from multitudes.networks.trace import observing, unmoved
 from multitudes.networks.verification import alike, running_statistics
 from multitudes.surgery.narrowing.cuts import CannotNarrow, Cut, form_of
 from multitudes.surgery.narrowing.nan_watch import Along, holding_data
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 
 
 def prove(
@@ -41,12 +41,12 @@ def prove(
         wanted, want = _at_full_width(model, narrowed, cuts, example)
         got: list[tuple[str, list[Tensor]]] = []
 
-        def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        def see(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
             got.append((name, read.inputs))
             return y
 
         try:
-            output = answered(narrowed, example, cuts, see)
+            output = run_replacing(narrowed, example, cuts, see)
         except (RuntimeError, ValueError, IndexError) as error:
             raise CannotNarrow(_unfit(model, str(error).splitlines()[0])) from error
     for (name, inputs), (other, expected) in zip(got, wanted, strict=False):
@@ -117,7 +117,7 @@ def _at_full_width(
     """Return the kept channels that each layer reads, in the order in which layers run, and the output."""
     seen: list[tuple[str, list[Tensor]]] = []
 
-    def narrow(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor | tuple[Any, ...]:
+    def narrow(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor | tuple[Any, ...]:
         cut, axis = cuts[name], form_of(layer).axis
         kept = [x.index_select(axis, i.to(x.device)) for x, i in zip(read.inputs, cut.indices, strict=False)]
         seen.append((name, kept))
@@ -126,7 +126,7 @@ def _at_full_width(
         whole = torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
         return (whole, *weights) if weights else whole
 
-    return seen, answered(model, example, cuts, narrow)
+    return seen, run_replacing(model, example, cuts, narrow)
 
 
 def _moved_weights(
@@ -142,7 +142,7 @@ def _moved_weights(
                 moved[parameter] = spread * torch.randn(parameter.shape, generator=generator).to(parameter)
             elif _is_constant(parameter.data):
                 moved[parameter] = _random(parameter.data, generator)
-    for name in standing_alone(model):
+    for name in free_parameters(model):
         parameter, small = model.get_parameter(name), narrowed.get_parameter(name)
         if _is_constant(parameter.data):
             values = moved[parameter] = _random(parameter.data, generator)
@@ -161,7 +161,7 @@ def _random(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.rand(values.shape, generator=generator).to(values) / max(1, len(values) if values.dim() else 1)
 
 
-def standing_alone(model: nn.Module) -> list[str]:
+def free_parameters(model: nn.Module) -> list[str]:
     """Return the names of parameters that are in no layer that is cut."""
     alone = {name: module for name, module in model.named_modules() if not form_of(module).outputs}
     named = [
@@ -178,5 +178,5 @@ def _unfit(model: nn.Module, reason: str) -> str:
 
 
 def _fixed(model: nn.Module) -> str:
-    alone = standing_alone(model)
+    alone = free_parameters(model)
     return f"; it has parameters of fixed width: {', '.join(alone)}" if alone else ""
