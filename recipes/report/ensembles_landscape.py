@@ -245,7 +245,7 @@ def tell_shift(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     )
 
 
-def note_reach(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
+def tell_reach(piece: Mapping[str, Any], figures: dict[str, Figure]) -> str:
     """Report why random draws differ less than the paper's."""
     rows = [
         [number(length, 0), percent(accuracy), number(divergence)]
@@ -268,5 +268,5 @@ TELLERS = {
     "diversity": tell_diversity,
     "subspaces": tell_subspaces,
     "shift": tell_shift,
-    "reach": note_reach,
+    "reach": tell_reach,
 }

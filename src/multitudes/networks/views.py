@@ -85,7 +85,7 @@ class Running(NamedTuple):
     learns: bool = False
     """True if gradients are wanted."""
     vmap: LazyVmap | None = None
-    """The vmap of a view in which all members run under vmap."""
+    """The vmap level of a view in which all members run under vmap."""
     late: list[Any] | None = None
     """The layers that have tiled rows so far, of a view in which one layer does."""
 
