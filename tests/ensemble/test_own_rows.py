@@ -135,5 +135,7 @@ def test_what_rows_cannot_be() -> None:
         with pytest.raises(ValueError, match="rows must be one of shared, own, got 'mine'"):
             method(mlp(), rows="mine")
     net = mt.batch_ensemble(Centred(), MEMBERS, rows="own", task="classification", seed=0)
-    with pytest.raises(ValueError, match=r"rows='own' needs members that can lie side by side in one batch: layer"):
+    with pytest.raises(
+        ValueError, match=r"rows='own' needs a network that runs the rows of all members in one batch: layer"
+    ):
         net.loss(torch.randn(6, 4), torch.randint(3, (6,)))

@@ -539,7 +539,7 @@ def test_rows_of_their_own_need_a_batch_that_comes_first() -> None:
     )  # fmt: skip
     net = mt.batch_ensemble(model, 2, rows="own", seed=0, task="classification").train()
     with pytest.raises(
-        ValueError, match="rows='own' needs members that can lie side by side in one batch: the first axis"
+        ValueError, match="rows='own' needs a network that runs the rows of all members in one batch: the first axis"
     ):
         net.loss(torch.randn(4, 4, 6), torch.zeros(4, dtype=torch.int64))
     model.attention.batch_first = True

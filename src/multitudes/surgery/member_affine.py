@@ -151,7 +151,7 @@ class AffineMemberLayer(MemberLayer):
                 return registry[name]
         if "layer" in registries[-1] and name in self.layer._parameters:
             tensor = self.layer._parameters[name]
-            return None if tensor is None else self._asked(name, tensor)
+            return None if tensor is None else self._placeholder(name, tensor)
         return super().__getattr__(name)
 
 

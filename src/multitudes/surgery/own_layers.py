@@ -33,7 +33,7 @@ class Own(AffineMemberLayer):
 
     @property
     def weight(self) -> Tensor:
-        return self._asked("weight", self.weights[0])
+        return self._placeholder("weight", self.weights[0])
 
     @property
     def batched(self) -> bool:  # type: ignore[override]
@@ -152,7 +152,7 @@ class OwnBlock(MemberLayer):
         if name in places and "layer" in self.__dict__.get("_modules", {}):
             stacks = self._stacks()
             if places[name] in stacks and name not in stacks:
-                return self._asked(name, stacks[places[name]][0])
+                return self._placeholder(name, stacks[places[name]][0])
         return super().__getattr__(name)
 
     def fold(self, index: int) -> nn.Module:

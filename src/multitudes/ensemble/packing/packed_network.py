@@ -42,9 +42,9 @@ def gains_channels_last(network: nn.Module) -> bool:
 class PackedNetwork:
     """One network that computes all members; `packed(tensors, x)` returns `[M, B, ...]`.
 
-    `network` is a copy for this use only. Each of its parameters and buffers is replaced by a `Stacked` value for all
-    members, whose tensors are given stacked, `[M, ...]`, by name. The network's own Python code runs in every call, and
-    each torch function that it calls computes all members.
+    `network` is a copy for this use only. Each of its parameters and buffers is replaced by a `Stacked` value, whose
+    tensor `[M, ...]` every call gets by name. The network's own Python code runs in every call, and each torch function
+    that it calls computes all members.
     """
 
     def __init__(self, network: nn.Module, members: int) -> None:
@@ -92,7 +92,7 @@ class PackedNetwork:
             answer = answer if alone else part
         elif isinstance(answer, Mapping) or hasattr(answer, "logits"):
             answer = answer["logits"] if isinstance(answer, Mapping) else answer.logits
-        if isinstance(answer, Tensor):  # no weights were used: the same for every member
+        if isinstance(answer, Tensor):  # the same for every member, since no weights were used
             return answer.expand(self.state.members, *answer.shape)
         if not isinstance(answer, Many):
             raise CannotPack(f"it returns a {type(answer).__name__}")
@@ -110,7 +110,7 @@ def _replaced_weights(network: nn.Module, state: PackingState) -> dict[str, Stac
     return weights
 
 
-# -- layers that bypass torch's dispatch, which takes longer than they do ---------------------------------------
+# -- layers that bypass torch's dispatch, which takes longer than their computation ------------------------
 
 
 def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Value) -> Any:
@@ -121,7 +121,7 @@ def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Val
 def _dropped(
     layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], state: PackingState, value: Value
 ) -> Any:
-    """Give members their own dropout noise, also on a shared value."""
+    """Draw dropout noise for each member, also for a shared value."""
     if not layer.training:
         return value
     if isinstance(value, Tensor):
@@ -133,7 +133,7 @@ def _dropped(
 
 
 class _Noise(TorchFunctionMode):
-    """Give each member its own numbers when the network's own code draws, for example by `torch.rand(x.shape)`."""
+    """Draw numbers for each member when the network's own code draws, for example by `torch.rand(x.shape)`."""
 
     def __init__(self, state: PackingState) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Noise(TorchFunctionMode):
 
 
 def _numbers(own: Callable[..., Any], state: PackingState, shape: Sequence[int], like: Any) -> Many:
-    """Return random numbers of all members, `[M, *shape]`."""
+    """Draw random numbers of all members, `[M, *shape]`."""
     numbers = own(shape, like)
     return numbers if isinstance(numbers, Many) else Stacked(numbers, state)
 

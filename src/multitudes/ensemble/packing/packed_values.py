@@ -1,4 +1,4 @@
-"""Values of a packed network: one tensor for all members that code uses like a tensor of one member."""
+"""Values of a packed network: one tensor for all members, used like a tensor of one member."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from multitudes.networks.calls import InputError
 from multitudes.networks.vmap import at_once
 
 RULES: dict[Any, Callable[..., Any]] = {}
-"""Rules that run torch's functions for all members at once: `rule(function, *args, **kwargs)`, with the function's
-arguments, returns the result, or `NotImplemented` for arguments that it does not support (`rules.py`)."""
+"""Rules that run torch's functions for all members: `rule(function, *args, **kwargs)` returns the result, or
+`NotImplemented` for arguments that it does not support (`rules.py`)."""
 
 _SETTINGS = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
 _SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"}
@@ -26,20 +26,20 @@ _SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"
 
 
 class CannotPack(InputError):
-    """The reason why the packed runner cannot run a network."""
+    """Raised if the packed runner cannot run a network; holds the reason."""
 
 
 @dataclass(eq=False)
 class PackingState:
-    """The members that run together."""
+    """The state of a packed run, which all its values share."""
 
     members: int
     channels_last: bool = False
     """True if a CPU should keep feature maps channels-last."""
     gradients: bool = False
     """True if gradients are recorded."""
-    mapped: set[str] = field(default_factory=set)
-    """Names of the functions that ran under vmap, since no rule took them."""
+    vmapped: set[str] = field(default_factory=set)
+    """Names of the functions that ran under vmap, for lack of a rule."""
 
 
 class Many:
@@ -48,8 +48,8 @@ class Many:
     __slots__ = ("__weakref__", "state", "tensor")
 
     def __init__(self, tensor: Tensor, state: PackingState) -> None:
-        if state.gradients and not torch.is_grad_enabled():  # as in an autograd function with its own backward
-            raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
+        if state.gradients and not torch.is_grad_enabled():  # such as an autograd function with its own backward
+            raise CannotPack("its forward switches gradients off, which packed members do not support")
         self.tensor = tensor
         self.state = state
 
@@ -134,7 +134,7 @@ Value = Many | Tensor
 
 
 def dispatch(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a torch function for all members at once: by its rule, or under `vmap`, which is right for any function."""
+    """Run a torch function for all members, by its rule or else under `vmap`."""
     rule = RULES.get(function)
     if rule is not None and (not kwargs or _fits(rule, len(args), tuple(kwargs))):
         result = rule(function, *args, **kwargs)
@@ -155,10 +155,10 @@ def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
 
 
 def run_under_vmap(state: PackingState, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function under `vmap`, with each member's own random numbers; what all members share stays shared."""
+    """Run a function under `vmap`, with each member's own random numbers; shared values are not batched."""
     name = getattr(function, "__name__", str(function))
     if not torch.compiler.is_compiling():
-        state.mapped.add(name)
+        state.vmapped.add(name)
     if function is Tensor.view:  # members' values need not be contiguous
         function = Tensor.reshape
     leaves, structure = tree_flatten((args, kwargs))

@@ -1,7 +1,7 @@
 """Rules that run torch's functions on packed channels, `[B, M*C, ...]`.
 
-A rule takes the function and its arguments, and returns the result for all members at once; or `NotImplemented`, and
-the function runs under `torch.vmap` instead. Weights are stacked, `[M, ...]`, and used as views.
+A rule takes the function and its arguments and returns the result for all members. If it returns `NotImplemented`,
+the function runs under `torch.vmap`. Weights are stacked, `[M, ...]`, and used as views.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Run one plain convolution on a shared input, and a grouped one on packed members."""
+    """Run one plain convolution on a shared input, or a grouped one on packed members."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
     state = weight.state
@@ -90,7 +90,7 @@ def transposed_convolution(
 
 
 def linear(function: Any, input: Value, weight: Any, bias: Any = None) -> Any:
-    """Run one wide product on a shared input, and a batched one on the members' own."""
+    """Run one wide product on a shared input, or a batched one on the members' own inputs."""
     if not _are_many(weight, bias) or weight.dim() != 2:
         return NotImplemented
     state = weight.state
@@ -248,10 +248,10 @@ def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
 
 
 def number(function: Any, input: Many) -> float:
-    """Return a number that all members share, such as the batch count of batch norms; raise an error if they differ."""
+    """Return a number that is equal for all members, such as the batch count of batch norms; else raise an error."""
     values = input.stacked()
     if not bool((values == values[0]).all()):
-        raise CannotPack("its code looks at numbers that differ between members")
+        raise CannotPack("its code reads numbers that differ between members")
     return float(values[0])
 
 

@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.base.checks import check_choice, check_count, check_number
-from multitudes.ensemble.kl_terms import divergence
-from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude, divergence
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     BATCH_NORMS,

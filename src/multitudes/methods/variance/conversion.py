@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.base.checks import check_choice, check_number
-from multitudes.ensemble.kl_terms import divergence
-from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude, divergence
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.methods.variance.layers import KLS, LAYERS, VarianceLayer, check_options, variance_layers
 from multitudes.networks.copies import copied
