@@ -15,7 +15,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import multitudes as mt
-from multitudes.surgery.initialize import judge, reinitialize
+from multitudes.surgery.initialize import compare_with_rules, reinitialize
 from tests.zoo.cases import stacked_parameters
 
 WIDTH, CLASSES = 32, 3
@@ -65,19 +65,19 @@ KEPT: dict[str, tuple[Callable[[], nn.Module | nn.Parameter], str, str | None]] 
     "zero bias": (lambda: changed(nn.Linear(8, 8), lambda m: m.bias.zero_()), "bias", None),
     "one bias": (lambda: changed(nn.Linear(8, 1), lambda m: m.bias.fill_(-4.0)), "bias", None),
     "zero layer": (lambda: changed(nn.Linear(8, 8), lambda m: m.weight.zero_()), "weight", None),
-    "identity": (lambda: changed(nn.Linear(8, 8), lambda m: nn.init.eye_(m.weight)), "weight", "'part.weight' stayed"),
+    "identity": (lambda: changed(nn.Linear(8, 8), lambda m: nn.init.eye_(m.weight)), "weight", "kept the values of 'part.weight'"),
     "dirac": (
-        lambda: changed(nn.Conv2d(8, 8, 3), lambda m: nn.init.dirac_(m.weight)), "weight", "'part.weight' stayed",
+        lambda: changed(nn.Conv2d(8, 8, 3), lambda m: nn.init.dirac_(m.weight)), "weight", "kept the values of 'part.weight'",
     ),
     "forget gates": (
-        lambda: changed(nn.LSTM(8, WIDTH), _forget_gates), "bias_ih_l0", "'part.bias_ih_l0', 'part.bias_hh_l0' stayed",
+        lambda: changed(nn.LSTM(8, WIDTH), _forget_gates), "bias_ih_l0", "kept the values of 'part.bias_ih_l0', 'part.bias_hh_l0'",
     ),
-    "sinusoids alone": (lambda: nn.Parameter(sinusoids(50)), "", "'part' stayed as in model"),
-    "eye alone": (lambda: nn.Parameter(torch.eye(8)), "", "'part' stayed as in model"),
-    "token alone": (lambda: nn.Parameter(torch.randn(1, 1, 8)), "", "'part' stayed as in model"),
-    "complex alone": (lambda: nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat)), "", "'part' stayed as in model"),
-    "a rule with arguments": (lambda: Needy(), "weight", "'part.weight' stayed as in model"),
-    "a rule that fails": (lambda: Failing(), "weight", "'part.weight' stayed as in model"),
+    "sinusoids alone": (lambda: nn.Parameter(sinusoids(50)), "", "kept the values of 'part'"),
+    "eye alone": (lambda: nn.Parameter(torch.eye(8)), "", "kept the values of 'part'"),
+    "token alone": (lambda: nn.Parameter(torch.randn(1, 1, 8)), "", "kept the values of 'part'"),
+    "complex alone": (lambda: nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat)), "", "kept the values of 'part'"),
+    "a rule with arguments": (lambda: Needy(), "weight", "kept the values of 'part.weight'"),
+    "a rule that fails": (lambda: Failing(), "weight", "kept the values of 'part.weight'"),
 }  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_forget_gates_stay_where_the_other_gates_are_drawn() -> None:
     assert not torch.isclose(bias[0, :WIDTH], bias[1, :WIDTH]).any()
     assert bias[:, :WIDTH].abs().max() <= WIDTH**-0.5
     assert told == []
-    assert "bias_ih_l0 drawn as it was: some constants, which stay" in net.summary()
+    assert "bias_ih_l0 drawn as in model: some constants, which stay" in net.summary()
 
 
 # -- what is drawn as it was -------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_other_distributions_keep_their_mean_and_deviation(case: str) -> None:
     torch.testing.assert_close(got.mean((1, 2, 3, 4)), want.mean().expand(2), rtol=0.05, atol=0.05 * want.std().item())
     assert torch.equal(got[0] == 0, want == 0)
     assert len(told) == 1
-    assert "'part.weight' were drawn as they look in model" in told[0]
+    assert "drew 'part.weight' with the mean and deviation in model" in told[0]
 
 
 @pytest.mark.parametrize("case", ["gates", "square", "table"])
@@ -167,7 +167,7 @@ def test_orthogonal_matrices_and_tables_are_named_since_draws_have_their_deviati
     got = stacked_parameters(net)[name]
     torch.testing.assert_close(got.std((1, 2)), weight.std().expand(2), rtol=0.1, atol=0)
     assert len(told) == 1
-    assert f"{name!r} were drawn as they look in model" in told[0]
+    assert f"drew {name!r} with the mean and deviation in model" in told[0]
     assert "pass a function that builds the network" in told[0]
 
 
@@ -186,7 +186,7 @@ def test_narrowed_layers_keep_how_much_larger_they_are_than_their_rule() -> None
         for layer in (model[0], model[2]):
             nn.init.kaiming_normal_(layer.weight)
             layer.bias.zero_()
-    with pytest.warns(UserWarning, match="'0.weight', '2.weight' were drawn as they look in model"):
+    with pytest.warns(UserWarning, match="drew '0.weight', '2.weight' with the mean and deviation in model"):
         net = mt.packed(model, 4, 2, seed=0)
     weight = stacked_parameters(net)["2.weight"]
     assert weight.shape == (4, 128, 128)
@@ -214,7 +214,7 @@ SOUND: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("case", SOUND)
 def test_what_rules_have_drawn_is_nothing_of_its_own_and_not_trained(case: str, seed: int) -> None:
     torch.manual_seed(seed)
-    assert judge(SOUND[case]()) == ({}, None)
+    assert compare_with_rules(SOUND[case]()) == ({}, None)
 
 
 # -- every layer's own rule --------------------------------------------------------------------------------
@@ -337,7 +337,9 @@ def trained() -> nn.Module:
 
 def test_drawing_a_trained_network_anew_is_told_unless_it_was_asked_for() -> None:
     for method in (mt.deep_ensemble, mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo, mt.variance):
-        with pytest.warns(UserWarning, match=r"model looks trained \(layer '1' has seen data\).*init='heads'") as told:
+        with pytest.warns(
+            UserWarning, match=r"model looks trained \(layer '1' has running statistics of data\).*init='heads'"
+        ) as told:
             method(trained())
         assert len(told) == 1
     for init in ("fresh", "heads"):
@@ -361,4 +363,4 @@ def test_gains_that_vary_are_trained_and_drawn_by_their_rule() -> None:
     net, told = members_of(model)
     assert torch.equal(stacked_parameters(net)["1.weight"], torch.ones(2, 16))
     assert len(told) == 1
-    assert "model looks trained ('1.weight' varies, and starts constant)" in told[0]
+    assert "model looks trained ('1.weight' varies, and its layer starts it constant)" in told[0]

@@ -90,10 +90,10 @@ def test_mimo_has_a_built_network_for_each_input_and_output() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: 3, "model must build an nn.Module, got a function that gives a int"),
+        (lambda: 3, "model must build an nn.Module, got a function that returns a int"),
         (nn.Linear, "model is a function that builds a network, so it must take no arguments"),
         (3, "model must be an nn.Module, or a function that builds one, got int"),
-        (lambda kept=[]: kept[0] if kept else kept.append(Net()) or kept[0], "must build a new network whenever"),
+        (lambda kept=[]: kept[0] if kept else kept.append(Net()) or kept[0], "must build a new network in every call"),
     ],
     ids=["a number", "arguments", "no function", "the same"],
 )

@@ -211,7 +211,7 @@ def test_heads_keeps_the_backbone_and_draws_the_output_layer_anew(method: str) -
         else [inner(net.network, "head").weight]
     )
     assert not any(torch.equal(head, model.head.weight) for head in heads)
-    assert "drawn anew" in net.summary()
+    assert "new random weights" in net.summary()
 
 
 def test_the_members_heads_are_drawn_by_their_own_rule_each_for_itself() -> None:
@@ -272,7 +272,7 @@ def test_heads_can_be_selected_and_are_checked() -> None:
     with pytest.raises(ValueError, match="heads='tail' selects nothing"):
         mt.deep_ensemble(model, 2, init="heads", heads="tail")
     model.head.requires_grad_(False)
-    with pytest.raises(ValueError, match="heads: 'head' must have weights that are trained, and all are frozen"):
+    with pytest.raises(ValueError, match="heads must have trainable weights, and those of 'head' are frozen"):
         mt.deep_ensemble(model, 2, init="heads")
 
 
@@ -285,7 +285,7 @@ def test_heads_that_cannot_be_found_are_asked_for() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.out(self.body(self.words(tokens).mean(1)))
 
-    with pytest.raises(ValueError, match=r"heads must be given, which says which layers of model \(Odd\) give"):
+    with pytest.raises(ValueError, match=r"cannot find the output layers of model \(Odd\).*heads="):
         mt.deep_ensemble(Odd(), 2, init="heads")
     assert output_layers(Odd(), example=torch.zeros(2, 3, dtype=torch.long)) == ["out"]
 
@@ -300,7 +300,7 @@ def test_a_head_that_shares_its_weight_with_the_backbone_is_not_drawn_anew() -> 
         def forward(self, x: Tensor) -> Tensor:
             return self.back(F.relu(self.there(x)))
 
-    with pytest.raises(ValueError, match="heads: 'back' would be drawn anew, and with it 'weight' of layer 'there'"):
+    with pytest.raises(ValueError, match="heads: 'back' would get new weights, and so would 'weight' of layer 'there'"):
         mt.deep_ensemble(Tied(), 2, init="heads")
     net = mt.deep_ensemble(Tied(), 2, seed=0)
     assert all(member.back.weight is member.there.weight for member in net.network)
@@ -340,10 +340,10 @@ SAME: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "frozen": (
         lambda: mt.deep_ensemble(Net().requires_grad_(False), 3),
-        "no rule draws a parameter of model anew, so all members would be the same network.*a function that builds",
+        "no parameter that its layers reinitialize, so all members would be the same.*a function that builds",
     ),
-    "no rule": (lambda: quietly(lambda: mt.deep_ensemble(Alone(), 2)), "no rule draws a parameter of model anew"),
-    "factory": (lambda: mt.deep_ensemble(zeros, 2), "model builds the same network every time"),
+    "no rule": (lambda: quietly(lambda: mt.deep_ensemble(Alone(), 2)), "no parameter that its layers reinitialize"),
+    "factory": (lambda: mt.deep_ensemble(zeros, 2), "model builds the same network in every call"),
 }  # fmt: skip
 
 

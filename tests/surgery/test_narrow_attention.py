@@ -18,7 +18,7 @@ from multitudes.surgery.narrowing.narrow import narrowed_copy
 from tests.surgery.attention_networks import ATTENTION, INPUT, Grouped, Language, Net, Own, OwnNorm, Rearranged, Softmax
 from tests.zoo.of_parts import Of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stayed as in model")
+pytestmark = pytest.mark.filterwarnings("ignore:.*kept the values of")
 
 QUICK = ("chunk", "heads_first", "grouped", "translator")
 
@@ -308,7 +308,7 @@ def test_torchs_attention_must_be_as_wide_as_its_heads() -> None:
         lambda net, x: net.head(net.attention(x, x, x)[0].mean(1)),
         attention=nn.MultiheadAttention(16, 4, batch_first=True), head=nn.Linear(16, 3),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="as wide as its heads together, 2 x 4, and would read 16 channels"):
+    with pytest.raises(ValueError, match="of width 2 x 4, heads x head size, and would read 16 channels"):
         mt.packed(model, 2, 1, example=torch.randn(2, 5, 16))
 
 
@@ -357,9 +357,9 @@ def by_weights(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "sentence"),
     [
-        (over_channels, r"what its forward does before layer 'out' gives that layer other values"),
-        (four_heads, r"what its forward does before layer 'out' gives that layer other values"),
-        (by_weights, r"the channels that reach layer 'head' are mixed on their way"),
+        (over_channels, r"its code before layer 'out' gives that layer other values"),
+        (four_heads, r"its code before layer 'out' gives that layer other values"),
+        (by_weights, r"channels are mixed before layer 'head'"),
     ],
 )
 def test_what_cannot_be_narrowed_is_refused_with_its_reason(
@@ -402,7 +402,7 @@ def test_a_norm_that_computes_with_its_width_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x / x.norm(dim=-1, keepdim=True) * self.gain
 
-    with pytest.raises(ValueError, match=r"layer '.*' \(Counting\) computes with its width of 32"):
+    with pytest.raises(ValueError, match=r"layer '.*' \(Counting\) computes with its width, 32"):
         mt.packed(Net(Softmax, norm=Counting), 2, 1, example=torch.randn(2, *INPUT))
 
 

@@ -258,25 +258,25 @@ def test_code_that_cannot_run_with_gradients_is_narrowed() -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "softmax": (
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 2)), (6,),
-        r"reach layer '2' are mixed on their way by softmax in layer '1' \(Softmax\)",
+        r"channels are mixed before layer '2' by softmax in layer '1' \(Softmax\)",
     ),
     "mean": (
         lambda: Of(lambda net, x: net.head(net.body(x) - net.body(x).mean(-1, keepdim=True)),
                    body=nn.Linear(6, 8), head=nn.Linear(8, 2)), (6,),
-        r"reach layer 'head' are mixed on their way by mean in the network's own forward \(Of\)",
+        r"channels are mixed before layer 'head' by mean in the network's own forward \(Of\)",
     ),
     "decides": (
         lambda: Of(lambda net, x: net.head(net.body(x)) * (2.0 if net.body(x).sum().item() > 0 else 1.0),
                    body=nn.Linear(6, 8), head=nn.Linear(8, 2)), (6,),
-        r"the network's own forward \(Of\) decides by the values of channels \(item\)",
+        r"the network's own forward \(Of\) branches on the values of channels \(item\)",
     ),
     "weight_norm": (
         lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 2)), (6,),
-        "layer '0' is a Linear whose weight is computed from others",
+        "layer '0' is a Linear with a computed weight",
     ),
     "parametrised": (
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 2)), (6,),
-        "layer '0' is a ParametrizedLinear whose weight is computed from others",
+        "layer '0' is a ParametrizedLinear with a computed weight",
     ),
     "fixed": (
         lambda: Of(lambda net, x: net.head((net.body(x).view(-1, 4, 4) * net.gate).flatten(1)),
@@ -309,7 +309,9 @@ def test_a_network_of_parameters_that_stand_alone_is_warned_of() -> None:
         lambda net, x: net.head(torch.einsum("bi,io->bo", x, net.up).relu() @ net.down),
         head=nn.Linear(6, 4), up=nn.Parameter(torch.randn(6, 64)), down=nn.Parameter(torch.randn(64, 6)),
     )  # fmt: skip
-    with pytest.warns(UserWarning, match=r"'up', 'down' stand alone and keep their width, so that 4 members have 4.0"):
+    with pytest.warns(
+        UserWarning, match=r"'up', 'down' are in no layer and keep their width, so that 4 members have 4.0"
+    ):
         mt.packed(model, 4, 2, example=torch.randn(3, 6))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

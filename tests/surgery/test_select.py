@@ -115,7 +115,7 @@ def test_batch_norm_statistics_start_anew() -> None:
 
 def test_attention_differs_between_fresh_members_and_what_has_no_rule_is_kept_and_told() -> None:
     model = NETWORKS["transformer"].model()
-    with pytest.warns(UserWarning, match="'token', 'position' stayed as in model"):
+    with pytest.warns(UserWarning, match="kept the values of 'token', 'position'"):
         net = mt.deep_ensemble(model, members=3)
     for name, parameter in stacked_parameters(net).items():
         if name in ("token", "position"):
@@ -232,7 +232,7 @@ def test_grouped_convolutions_keep_their_groups_or_are_refused() -> None:
 
     x = torch.randn(2, 3, 8, 8)
     assert mt.narrow(grouped(16), 0.5, example=x)[1].groups == 4
-    with pytest.raises(ValueError, match="layer '1' has 4 groups, which do not divide its narrowed width of 6"):
+    with pytest.raises(ValueError, match="layer '1' has 4 groups, which do not divide its narrowed width, 6"):
         mt.narrow(grouped(12), 0.5, example=x)
 
 
@@ -263,7 +263,7 @@ def test_networks_that_fix_a_width_are_refused() -> None:
     assert small.scale.shape == (8, 1, 1)
     with pytest.raises(ValueError, match="fixes a hidden width"):
         mt.narrow(fixed_view, 0.5, example=x)
-    with pytest.raises(ValueError, match="reach layer '2' are mixed"):
+    with pytest.raises(ValueError, match="channels are mixed before layer '2'"):
         mt.narrow(nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2)), 0.5)
 
 

@@ -27,8 +27,7 @@ def keep_scale(
     """Scale the weights of `converted`, in place, so that its layers' outputs are as large as the model's.
 
     `kept` maps each layer to the model's outputs that the converted one keeps (None: all). The size is the root mean
-    square over an example, without biases. Layers are scaled in the order in which they run, each after those before
-    it.
+    square over an example, without biases. Layers are scaled in the order in which they run.
     """
     wanted: dict[str, list[Tensor]] = {}
 
@@ -58,14 +57,14 @@ def keep_scale(
 
 
 def _inner_maps(layer: nn.Module, read: LayerInputs) -> list[tuple[Tensor, Tensor]]:
-    """Return the matrices of attention's queries, keys and values, with their results on its inputs, without biases."""
+    """Return attention's query, key and value matrices, each with its product with the input."""
     if not is_attention(layer):
         return []
     return [(weight, F.linear(x, weight)) for weight, x in zip(attention_maps(layer), read.inputs, strict=True)]
 
 
 def _last_map(layer: Any) -> Any:
-    """Return the layer that computes the output; for attention, its last projection."""
+    """Return the layer whose weight makes the output; for attention, its last projection."""
     layer = layer.layer if isinstance(layer, MemberLayer) else layer
     return layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
 
