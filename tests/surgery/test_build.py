@@ -84,24 +84,6 @@ def test_members_are_those_built_by_hand(build: Callable[[float], nn.Module]) ->
     mt.check(net, IMAGES)
 
 
-@pytest.mark.parametrize("build", [patches, gated])
-def test_they_train_as_those_built_by_hand(build: Callable[[float], nn.Module]) -> None:
-    y = torch.tensor([0, 1, 4])
-    torch.manual_seed(0)
-    by_hand = [build(0.5).eval() for _ in range(2)]
-    net = mt.packed(build, members=2, alpha=1, seed=0).eval()
-    steps = [torch.optim.SGD([*network.parameters()], 0.1) for network in (net, *by_hand)]
-    for _ in range(3):
-        for step in steps:
-            step.zero_grad()
-        net.loss(IMAGES, y).backward()
-        for member in by_hand:
-            nn.functional.cross_entropy(member(IMAGES), y).backward()
-        for step in steps:
-            step.step()
-    torch.testing.assert_close(net(IMAGES), torch.stack([member(IMAGES) for member in by_hand]))
-
-
 def test_the_torch_seed_counts_where_none_is_given() -> None:
     torch.manual_seed(5)
     want = [gated(1.0), gated(1.0)]

@@ -29,10 +29,8 @@ def bottlenecks(**options: Any) -> nn.Module:
 
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "resnext50": (M.resnext50, FOUR),
-    "wide_resnet50_2": (M.wide_resnet50_2, FOUR),
-    "resnext50, narrow": (lambda: bottlenecks(groups=32, width_per_group=8), FOUR),
-    "wide_resnet50_2, narrow": (lambda: bottlenecks(width_per_group=128), FOUR),
+    "resnext50": (lambda: bottlenecks(groups=32, width_per_group=8), FOUR),
+    "wide_resnet50_2": (lambda: bottlenecks(width_per_group=128), FOUR),
     "resnet18": (M.resnet18, FOUR),
     "resnet18, imagenet": (lambda: M.resnet18(stem="imagenet"), FOUR),
     "resnet50, imagenet": (lambda: bottlenecks(stem="imagenet"), FOUR),
@@ -52,10 +50,9 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "small_cnn": (M.small_cnn, ["features.2", "features.6", "features.10"]),
     "medium_cnn": (M.medium_cnn, ["features.2", "features.6", "features.10", "features.14"]),
 }
-LARGE = ("resnext50", "wide_resnet50_2")
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in LARGE)) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_it_goes_before_each_down_sampling(family: str) -> None:
     build, want = FAMILIES[family]
     model, x = build().eval(), noise(2, 3, 32, 32)

@@ -38,12 +38,6 @@ def test_each_member_of_a_factory_is_built_as_alone() -> None:
     assert torch.equal(stacked_parameters(unseeded)["first.weight"], stacked_parameters(net)["first.weight"])
 
 
-def test_a_class_is_a_factory_of_its_networks() -> None:
-    net = mt.deep_ensemble(Net, 2, seed=0)
-    for index, want in enumerate(by_hand(0, 2, Net)):
-        assert torch.equal(net.member(index).head.weight, want.head.weight)
-
-
 @pytest.mark.parametrize("method", ["batch_ensemble", "masksembles", "variance"])
 def test_a_shared_network_is_built_once_as_alone(method: str) -> None:
     calls = []

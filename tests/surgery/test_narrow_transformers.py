@@ -13,6 +13,7 @@ import multitudes as mt
 from multitudes.surgery.narrowing.cuts import GroupedLinear
 from multitudes.surgery.narrowing.huggingface_configs import narrowed_config
 from multitudes.surgery.narrowing.narrow import narrowed_copy
+from tests.surgery.test_narrow_attention import rows_of
 from tests.surgery.transformer_networks import MODELS, STRANGE, Beside, build, hugging_face
 
 transformers = pytest.importorskip("transformers")
@@ -70,10 +71,6 @@ def test_every_runner_is_right(name: str) -> None:
 
 
 # -- which weights -----------------------------------------------------------------------------------------
-
-
-def rows_of(small: torch.Tensor, whole: torch.Tensor) -> list[int]:
-    return [int((whole == row).all(1).nonzero()) for row in small]
 
 
 def test_a_narrow_gpt_without_norms_is_the_model_with_the_other_heads_and_channels_at_zero() -> None:
@@ -236,20 +233,9 @@ def test_the_last_layer_of_a_mobile_network_is_narrowed_with_the_others() -> Non
 
 
 @pytest.mark.parametrize("name", ["vit", "bert"])
-def test_training_reduces_the_loss_and_the_members_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
+def test_members_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model, x = build(name)
-    net, y = mt.packed(model, 2, 1, example=x, seed=0), torch.tensor([0, 1, 2])
-    net.runner = "loop"
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = net.loss(x, y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
+    net = mt.packed(model, 2, 1, example=x, seed=0)
     again = mt.load(mt.save(net, tmp_path / "net.safetensors"), build(name)[0])
     assert again.member(1).config.hidden_size == 16
     with torch.no_grad():
