@@ -16,14 +16,6 @@ _PAD = {"pad_token_id": 0}
 _IMAGE = {"image_size": 32, "patch_size": 8}
 _LLAMA = {**_SIZES, "num_key_value_heads": 2, **_TEXT}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "num_labels": 5, "vocab_size": 100, **_PAD}
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 100,
-    "n_positions": 16,
-    "num_labels": 5,
-    "pad_token_id": 0,
-}
 _SWIN = {
     "image_size": 32, "patch_size": 2, "embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6], "window_size": 4,
     "num_labels": 5,
