@@ -337,7 +337,7 @@ def blocks_of_their_own(model: nn.Module) -> Any:
     return mt.heads(model, 4, from_layer="bert.encoder.layer.1", example=tokens(5), seed=0)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [5, 1])
 @pytest.mark.parametrize("method", [head_of_factors, last_block_of_factors, adapters_of_the_last_block, mt.heads])
@@ -354,7 +354,7 @@ def test_what_comes_before_the_first_member_layer_runs_once(
         torch.testing.assert_close(predictions[index], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("first", ["whole", "padded"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("method", [last_block_of_factors, adapters_of_the_last_block, blocks_of_their_own])

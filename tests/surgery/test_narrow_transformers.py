@@ -251,18 +251,6 @@ def test_gamma_groups_the_layers_of_a_built_model() -> None:
     assert "gamma 2" in net.notes["vit.layers.0.mlp.fc1"]
 
 
-def test_heads_that_do_not_divide_are_rounded_up_and_told() -> None:
-    model = hugging_face(
-        "ViTForImageClassification", "ViTConfig",
-        {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 64, "image_size": 32,
-         "patch_size": 8, "num_labels": 5},
-    )  # fmt: skip
-    net = mt.packed(model, 2, 1, example={"pixel_values": torch.randn(2, 3, 32, 32)})
-    config = net.member(0).config
-    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (32, 2, 32)
-    assert net.notes["vit.layers.0.attention.q_proj"] == "32 -> 32, 3 heads -> 2, rounded up from 1.5, gamma 1"
-
-
 def test_a_model_whose_channels_cannot_be_followed_is_fresh_by_its_configuration_and_refused_with_its_weights() -> None:
     config = {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64, "vocab_size": 50, "num_labels": 5}
     model = hugging_face("XLNetForSequenceClassification", "XLNetConfig", {**config, "pad_token_id": 0})

@@ -91,7 +91,7 @@ class MemberLayer(nn.Module):
     def _bias(self) -> Any:
         return getattr(self.layer, "bias", None)
 
-    def _placeholder(self, name: str, tensor: Tensor) -> Tensor:
+    def _placeholder(self, name: str, tensor: Any) -> Tensor:
         """Return a tensor of NaNs of the same shape, dtype and device that refuses to compute, except in graphs."""
         values = tensor.detach().new_full((), torch.nan).expand(tensor.shape)
         if torch.compiler.is_compiling():
