@@ -155,7 +155,7 @@ class MemberLayer(nn.Module):
         On a GPU one large product is faster than M products, and takes more memory (`benchmarks/README.md`). A layer
         with hooks runs once per member.
         """
-        if self._hooked:
+        if self.layer._forward_hooks or self.layer._forward_pre_hooks:  # inline: this is a hot path
             return True
         if x.dim() == 2:  # one product of all rows is faster than one per member
             return False
