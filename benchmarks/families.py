@@ -36,17 +36,17 @@ SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
 """What the judge puts around a sentence: the exception's name and where it was raised."""
 
 REASONS = {
-    r"share a weight|which shares it": "weights are tied",
+    r"share a weight|which shares them": "weights are tied",
     r"the predictions are not the outputs": "outputs are changed",
     r"must select the one layer": "several output layers",
     r"does not run on the example": "layer not run",
-    r"no whole heads": "no whole heads",
+    r"not a multiple of its head size": "no whole heads",
     r"rank=\d+ must be at most": "rank too high",
     r"has frozen parameters": "frozen in part",
-    r"weight is computed from others": "weight is computed",
+    r"with a computed weight": "weight is computed",
     r"computes with the \w+ of layer": "weight read directly",
     r"aten::(gru|lstm|rnn)": "recurrence under vmap",
-    r"control flow|\.item\(\)|dynamic shape|inspects values|looks at numbers": "branches on values",
+    r"control flow|\.item\(\)|dynamic shape|inspects values|reads numbers": "branches on values",
     r"autograd\.Function": "own autograd function",
     r"requires_grad_\(\)|not differentiable": "gradient under vmap",
     r"has hooks": "hooks on layers",
@@ -54,7 +54,7 @@ REASONS = {
     r"(GRU|LSTM|RNN)\b.*(narrowed|plain convolution)": "recurrence is whole",
     r"[Aa]ttention.*plain convolution": "attention is whole",
     r"Parametri[sz]ed\w+, which cannot be narrowed": "weights are parametrised",
-    r"mixed on their way|cannot be narrowed": "channels are mixed",
+    r"channels are mixed|cannot narrow|cannot be narrowed": "channels are mixed",
     r"x must be one tensor": "not one tensor",
     r"its input must go straight": "input not direct",
     r"must be a plain convolution or linear": "no plain layer",
@@ -64,7 +64,7 @@ REASONS = {
     r"has only one layer": "only one layer",
     r"no layer that can be converted|has no linear layer": "no such layer",
     r"first axis does not hold the rows": "batch not first",
-    r"same network, and stay so": "members stay alike",
+    r"same network before and after": "members stay alike",
     r"": "for another reason",
 }
 """The three words for a refusal, by what its sentence holds, the first that is found."""

@@ -232,7 +232,7 @@ def test_what_cannot_be_asked_for_is_told() -> None:
             mt.deploy(net, X, precision="int8", targets=targets)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"x of shape \[16, 4\].*does not fit the network: .*argument"):
         deployed.predict((X, X))
-    with pytest.raises(ValueError, match="which torch.jit.freeze takes away"):
+    with pytest.raises(ValueError, match="which torch.jit.freeze removes"):
         mt.deploy(torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 3)).eval())), X)
 
 

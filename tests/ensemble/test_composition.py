@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import multitudes as mt
 from multitudes.models.resnet import BasicBlock, ResNet
@@ -135,10 +135,3 @@ def test_two_hundred_draws_of_a_resnet_stay_inside_a_gigabyte() -> None:
     """The process as a whole, what its operations need for themselves included."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1e9
-
-
-def test_predict_draws_batch_by_batch() -> None:
-    net = mt.mc_dropout(smooth(), 0.3, "activation", example=IMAGES)
-    p = mt.predict(net, IMAGES, draws=3, batch_size=2)
-    assert isinstance(p.probs, Tensor)
-    assert p.members == 3

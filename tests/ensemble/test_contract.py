@@ -261,7 +261,8 @@ def test_one_training_loop_serves_every_method(method: str, network: str) -> Non
     net.loss(x, y).backward()
     before = net.clip_grad_norm_(1e-3)
     assert bool((before > 1e-3).all())
-    torch.testing.assert_close(net.clip_grad_norm_(1.0), torch.full_like(before, 1e-3), rtol=0.01, atol=0)
+    for _ in range(2):  # a smaller gradient stays as it is
+        torch.testing.assert_close(net.clip_grad_norm_(1.0), torch.full_like(before, 1e-3), rtol=0.01, atol=0)
     with pytest.raises(ValueError, match="criterion must give one number"):
         net.loss(x, y, lambda p, t: F.cross_entropy(p, t, reduction="none"))
     with pytest.raises(ValueError):

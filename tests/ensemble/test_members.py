@@ -19,7 +19,6 @@ from tests.zoo.hard_networks import HARD, MAY_REFUSE
 from tests.zoo.of_parts import Of
 
 RUNNERS = ("loop", "packed", "vmapped")
-EVERY_NETWORK = pytest.mark.parametrize("network", list(NETWORKS))
 EVERY_WAY = pytest.mark.parametrize(
     ("network", "runner"),
     [(name, runner) for name in NETWORKS for runner in RUNNERS],
@@ -32,21 +31,30 @@ def trained(network: str, count: int = 3) -> list[nn.Module]:
 
 @EVERY_WAY
 @pytest.mark.parametrize("training", [False, True])
-def test_fused_networks_equal_the_networks_one_by_one(network: str, runner: str, training: bool) -> None:
-    models = [model.train(training) for model in trained(network)]
+def test_predictions_statistics_and_gradients_are_those_of_each_network_alone(
+    network: str, runner: str, training: bool
+) -> None:
+    models = [model.train(training).double() for model in trained(network)]
     net = mt.fuse(models)
     net.runner = runner
-    x, _ = NETWORKS[network].batch()
+    x, y = NETWORKS[network].batch()
+    x = x.double()
     together = net(x)
+    losses = torch.stack([F.cross_entropy(prediction, y) for prediction in together])
+    losses.sum().backward()
     for index, model in enumerate(models):
-        torch.testing.assert_close(together[index], model(x), rtol=1e-5, atol=1e-5)
-    for index, model in enumerate(models):  # and so do running statistics
-        own = dict(net.member(index).named_buffers())
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(own[name], buffer, rtol=1e-5, atol=1e-5)
+        alone, member = model(x), net.member(index)
+        torch.testing.assert_close(together[index], alone)
+        F.cross_entropy(alone, y).backward()
+        for (name, got), want in zip(member.named_buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(got, want, msg=name)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(member.get_parameter(name).grad, parameter.grad, rtol=1e-6, atol=1e-9)
+    if training:  # the second step starts from the first one's statistics
+        torch.testing.assert_close(net.loss(x, y), sum(F.cross_entropy(model(x), y) for model in models))
 
 
-@EVERY_NETWORK
+@pytest.mark.parametrize("network", list(NETWORKS))
 def test_member_reverses_fuse(network: str) -> None:
     models = trained(network)
     net = mt.fuse(models)
@@ -57,45 +65,6 @@ def test_member_reverses_fuse(network: str) -> None:
         assert repr(member) == repr(model)
         for name, tensor in model.state_dict().items():
             assert torch.equal(member.state_dict()[name], tensor)
-
-
-@pytest.mark.parametrize(
-    ("runner", "dtype"),
-    [("auto", torch.float32), *(pytest.param(r, torch.float64, marks=pytest.mark.slow) for r in RUNNERS)],
-)
-def test_training_side_by_side_is_training_alone(runner: str, dtype: torch.dtype) -> None:
-    # Every runner in double precision, since training a deep network multiplies the last bit by thousands.
-    models = [model.train().to(dtype) for model in trained("resnet", 2)]
-    net = mt.fuse(models)
-    net.runner = runner
-    optimizers = [torch.optim.SGD(m.parameters(), 0.01, momentum=0.9, weight_decay=1e-4) for m in (net, *models)]
-    for step in range(8):
-        x, y = NETWORKS["resnet"].batch(8, seed=step)
-        x = x.to(dtype)
-        losses = [net.loss(x, y), *(F.cross_entropy(model(x), y) for model in models)]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    for index, model in enumerate(models):
-        member = net.member(index).state_dict()
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(member[name], tensor, rtol=1e-4, atol=1e-4)
-
-
-@EVERY_WAY
-def test_a_members_gradient_is_the_one_it_would_get_alone(network: str, runner: str) -> None:
-    models = [model.train().double() for model in trained(network)]
-    net = mt.fuse(models)
-    net.runner = runner
-    x, y = NETWORKS[network].batch(8)
-    x = x.double()
-    net.loss(x, y).backward()
-    for index, model in enumerate(models):
-        F.cross_entropy(model(x), y).backward()
-        for name, parameter in model.named_parameters():
-            got = net.member(index).get_parameter(name).grad
-            torch.testing.assert_close(got, parameter.grad, rtol=1e-6, atol=1e-9)
 
 
 # -- networks that are hard to run packed ------------------------------------------------------------------
@@ -140,7 +109,7 @@ def test_check_proves_hard_networks_right(name: str) -> None:
 def test_check_finds_members_that_mix() -> None:
     net = mt.fuse([Cnn() for _ in range(2)])
     net._predictions = lambda x: net._runners.loop(x).flip(0)
-    with pytest.raises(ValueError, match="member 0 differs from itself alone"):
+    with pytest.raises(ValueError, match="member 0 differs from net.member"):
         mt.check(net, torch.randn(2, 3, 8, 8))
 
 
@@ -187,17 +156,6 @@ def test_a_memory_format_is_the_members_own() -> None:
     torch.testing.assert_close(net(x)[1], models[1](x), rtol=1e-4, atol=1e-5)
 
 
-def test_frozen_parameters_stay_frozen() -> None:
-    model = Cnn()
-    model.conv1.requires_grad_(False)
-    net = mt.fuse([model, model])
-    for index in range(2):
-        assert not net.member(index).conv1.weight.requires_grad
-        assert net.member(index).conv2.weight.requires_grad
-    assert net.member(1).conv1.weight is net.member(0).conv1.weight is not model.conv1.weight
-    assert net.member(1).conv2.weight is not net.member(0).conv2.weight
-
-
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_an_ensemble_of_multitudes_is_a_multitude(runner: str, training: bool) -> None:
@@ -205,6 +163,8 @@ def test_an_ensemble_of_multitudes_is_a_multitude(runner: str, training: bool) -
     inner = [mt.batch_ensemble(case.model(seed), members=2, seed=seed).train(training) for seed in range(3)]
     net = mt.fuse(inner)
     x, y = case.batch()
+    with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, vmapped, got 'fast'"):
+        net.runner = "fast"
     if runner != "loop":
         with pytest.raises(ValueError, match=f"runner '{runner}' cannot run this network: its members are multitudes"):
             net.runner = runner
@@ -250,12 +210,6 @@ def test_networks_that_differ_cannot_be_fused(networks: list[nn.Module], sentenc
         mt.fuse(networks)
 
 
-def test_runners_are_named() -> None:
-    net = mt.fuse(trained("cnn"))
-    with pytest.raises(ValueError, match="runner must be one of auto, loop, packed, vmapped, got 'fast'"):
-        net.runner = "fast"
-
-
 def test_the_fused_networks_are_left_as_they_were() -> None:
     models = trained("cnn")
     before = [copy.deepcopy(model.state_dict()) for model in models]
@@ -290,17 +244,6 @@ def test_a_networks_own_names_never_clash_with_a_multitudes() -> None:
         assert net.predict(x).probs.shape == (3, 4)
 
 
-class Holds(nn.Module):
-    """A setting of any kind that its forward reads."""
-
-    def __init__(self, setting: Any) -> None:
-        super().__init__()
-        self.layer, self.setting = nn.Linear(3, 2), setting
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -310,9 +253,10 @@ class Holds(nn.Module):
     ],
 )  # fmt: skip
 def test_networks_whose_settings_differ_are_not_fused(one: Any, other: Any) -> None:
+    networks = [Of(nn.Linear.forward, layer=nn.Linear(3, 2), setting=each) for each in (one, other, copy.deepcopy(one))]
     with pytest.raises(ValueError, match=r"networks\[1\] and networks\[0\] differ in the network itself: setting is"):
-        mt.fuse([Holds(one), Holds(other)])
-    assert mt.fuse([Holds(one), Holds(copy.deepcopy(one))]).members == 2
+        mt.fuse(networks[:2])
+    assert mt.fuse(networks[::2]).members == 2
 
 
 def test_members_are_modules_that_can_be_hooked_pruned_and_replaced_each_by_itself() -> None:

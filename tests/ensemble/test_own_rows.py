@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.models import tabular
+from tests.zoo.of_parts import Of
 
 MEMBERS = 3
 
@@ -28,19 +29,7 @@ def cnn() -> nn.Module:
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 
 
-class Centred(nn.Module):
-    """Rows see each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.last(h - h.mean(0))
-
-
-def norms_apart(net: mt.Multitude) -> mt.Multitude:
+def with_frozen_norms(net: mt.Multitude) -> mt.Multitude:
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -62,9 +51,9 @@ def parts(rows: int) -> list[slice]:
     return [slice(i * rows // MEMBERS, i * rows // MEMBERS + size) for i in range(MEMBERS)]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("rows", [12, 11, 2])
-@pytest.mark.parametrize("model", [mlp, cnn])
+@pytest.mark.parametrize(
+    ("model", "rows", "weighted"), [(mlp, 12, False), (mlp, 11, True), (cnn, 11, False), (cnn, 2, True)]
+)
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "tabm"])
 def test_loss_and_gradients_are_those_of_each_member_on_its_part(
     method: str, model: Callable[[], nn.Module], rows: int, weighted: bool
@@ -72,9 +61,9 @@ def test_loss_and_gradients_are_those_of_each_member_on_its_part(
     net = METHODS[method](model(), rows="own", seed=0, task="classification").train()
     x = torch.randn(rows, 4) if model is mlp else torch.randn(rows, 3, 8, 8)
     y, weight = torch.randint(3, (rows,)), torch.rand(rows) if weighted else None
-    norms_apart(net)
+    with_frozen_norms(net)
     plain = METHODS[method](model(), seed=0, task="classification").train()
-    norms_apart(plain).load_state_dict(net.state_dict())
+    with_frozen_norms(plain).load_state_dict(net.state_dict())
     covered = set()
     losses = []
     for index, part in enumerate(parts(rows)):  # by the members of a network that runs all of them on all rows
@@ -130,10 +119,13 @@ def test_a_row_runs_through_the_network_once(method: str) -> None:
     assert seen == [12]
 
 
-def test_what_rows_cannot_be() -> None:
+def test_wrong_rows_are_refused() -> None:
     for method in METHODS.values():
         with pytest.raises(ValueError, match="rows must be one of shared, own, got 'mine'"):
             method(mlp(), rows="mine")
-    net = mt.batch_ensemble(Centred(), MEMBERS, rows="own", task="classification", seed=0)
-    with pytest.raises(ValueError, match=r"rows='own' needs members that can lie side by side in one batch: layer"):
+    model = Of(lambda net, x: net.last((h := net.first(x)) - h.mean(0)), first=nn.Linear(4, 8), last=nn.Linear(8, 3))
+    net = mt.batch_ensemble(model, MEMBERS, rows="own", task="classification", seed=0)
+    with pytest.raises(
+        ValueError, match=r"rows='own' needs a network that runs the rows of all members in one batch: layer"
+    ):
         net.loss(torch.randn(6, 4), torch.randint(3, (6,)))

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,27 +16,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import multitudes as mt
+from tests.zoo.of_parts import Of
 
 Code = Callable[[Any, Tensor], Tensor]
 
 
-class Coded(nn.Module):
-    """Linear layers `a`, `b`, `c`, a `trunk` and an `out`, used by a function."""
-
-    def __init__(self, code: Code) -> None:
-        super().__init__()
-        self.code = code
-        for name in ("trunk", "a", "b", "c"):
-            self.add_module(name, nn.Linear(8, 8))
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.code(self, x)
+def coded(code: Code) -> nn.Module:
+    """A network of linear layers `a`, `b`, `c`, a `trunk` and an `out`."""
+    return Of(code, **{name: nn.Linear(8, 8) for name in ("trunk", "a", "b", "c")}, out=nn.Linear(8, 3))
 
 
 def shared(code: Code, layers: Any = ("b",), **attributes: Any) -> Any:
     torch.manual_seed(0)
-    model = Coded(code)
+    model = coded(code)
     vars(model).update(attributes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -161,11 +154,7 @@ def test_gradients_are_those_of_members_one_by_one(code: Code) -> None:
     for alone in (False, True):
         net = shared(code).train()
         if alone:  # a network that writes for each member runs one by one
-            code_of_network = net.network.code
-            net.network.code = lambda network, x, own=code_of_network: (
-                setattr(network, "seen", x + 0),
-                own(network, x),
-            )[1]
+            net.network.function = partial(writing, net.network.function)
         net(x_of(8))[1].square().sum().backward()
         gradients.append([parameter.grad for parameter in net.parameters()])
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
@@ -245,18 +234,12 @@ def test_mixed_rows_are_noticed_behind_outputs_that_hardly_depend_on_them() -> N
 
 
 def test_small_batches_keywords_and_recurrent_blocks() -> None:
-    net = mt.heads(Coded(lambda net, x: net.out(residual(net, x))), 3, layers=["out"], seed=0).train()
+    net = mt.heads(coded(lambda net, x: net.out(residual(net, x))), 3, layers=["out"], seed=0).train()
     assert [net(x_of(rows)).shape[1] for rows in (1, 0, 5)] == [1, 0, 5]
     assert_members(shared(lambda net, x: net.out(net.b(input=net.trunk(x).relu()))).train(), x_of(8))
 
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.b, self.g, self.out = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.g(self.b(x)[:, None])[0][:, -1])
-
-    net = mt.heads(Recurrent(), 3, from_layer="g", example=x_of(8), seed=0).train()
+    parts = {"b": nn.Linear(8, 8), "g": nn.GRU(8, 8, batch_first=True), "out": nn.Linear(8, 3)}
+    recurrent = Of(lambda net, x: net.out(net.g(net.b(x)[:, None])[0][:, -1]), **parts)
+    net = mt.heads(recurrent, 3, from_layer="g", example=x_of(8), seed=0).train()
     net(x_of(8))
     torch.testing.assert_close(copy.deepcopy(net)(x_of(8)), net(x_of(8)))

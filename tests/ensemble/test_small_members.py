@@ -1,6 +1,5 @@
 """Small members on a CPU: packed where a rule of sizes says so, and else one after the other."""
 
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import multitudes as mt
 from multitudes.ensemble.runners import independent as module
 from multitudes.ensemble.runners.member_size import MANY, MOST_BYTES, MOST_KERNELS, MOST_MAPS, MOST_WEIGHTS
 from tests.zoo.hard_networks import HARD
+from tests.zoo.of_parts import Of
 
 
 def perceptron() -> nn.Sequential:
@@ -48,21 +48,26 @@ def test_small_members_run_packed_and_predict_what_each_does_alone(build: Callab
     torch.testing.assert_close(net.predict(x).predictions, alone(net, x))
 
 
-@pytest.mark.parametrize(("last", "most_bytes"), [(nn.ReLU(), MOST_BYTES), (nn.MaxPool2d(2), MOST_MAPS)])
-def test_the_bytes_of_the_largest_feature_map_of_all_members_decide(last: nn.Module, most_bytes: int) -> None:
-    members = 2
-    net = several(lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), last), members)
-    most = most_bytes // (8 * 32 * 32 * 4 * members)
-    assert chosen(net, torch.zeros(2, 1, 32, 32)) == "packed"
-    assert chosen(net, torch.zeros(most, 1, 32, 32)) == "packed"
-    assert chosen(net, torch.zeros(most + 1, 1, 32, 32)) == "loop"
+def maps(last: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), last)
 
 
-def test_the_bytes_of_the_largest_activation_of_all_members_decide() -> None:
-    net = several(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 3)), MANY)
-    most = MOST_BYTES // (64 * 4 * MANY)
-    assert chosen(net, torch.zeros(most, 16)) == "packed"
-    assert chosen(net, torch.zeros(most + 1, 16)) == "loop"
+BOUNDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]] = {
+    "weights": (lambda: nn.Linear(128, 128, bias=False), (128,), 0, 4 * 128**2, MOST_WEIGHTS),
+    "kernels": (lambda: nn.Conv2d(64, 64, 3, bias=False), (64, 4, 4), 0, 4 * 9 * 64**2, MOST_KERNELS),
+    "activation": (lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU()), (16,), MANY, 4 * 64, MOST_BYTES),
+    "map": (maps(nn.ReLU()), (1, 32, 32), 2, 4 * 8 * 32**2, MOST_BYTES),
+    "pooled map": (maps(nn.MaxPool2d(2)), (1, 32, 32), 2, 4 * 8 * 32**2, MOST_MAPS),
+}
+"""A member, the shape of a row, the number of members (0: as many as fit), bytes per member (and row), the limit."""
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_members_are_packed_up_to_a_number_of_bytes(case: str) -> None:
+    build, shape, few, each, limit = BOUNDS[case]
+    for extra, runner in ((0, "packed"), (1, "loop")):
+        members, rows = (few, limit // (each * few) + extra) if few else (limit // each + extra, 2)
+        assert chosen(several(build, members), torch.zeros(rows, *shape)) == runner
 
 
 def test_few_members_are_packed_where_they_convolve_several_rows() -> None:
@@ -70,26 +75,6 @@ def test_few_members_are_packed_where_they_convolve_several_rows() -> None:
     assert chosen(few, torch.randn(9, 16)) == "loop"
     assert chosen(image, torch.randn(1, 1, 8, 8)) == "loop"
     assert chosen(image, torch.randn(2, 1, 8, 8)) == "packed"
-
-
-def test_the_bytes_of_all_members_weights_decide() -> None:
-    members = MOST_WEIGHTS // (4 * 128 * 128)
-    few, many = (several(lambda: nn.Linear(128, 128, bias=False), count) for count in (members, members + 1))
-    assert chosen(few, torch.zeros(2, 128)) == "packed"
-    assert chosen(many, torch.zeros(2, 128)) == "loop"
-
-
-def test_the_bytes_of_all_members_kernels_decide() -> None:
-    members = MOST_KERNELS // (4 * 64 * 64 * 9)
-    few, many = (several(lambda: nn.Conv2d(64, 64, 3, bias=False), count) for count in (members, members + 1))
-    assert chosen(few, torch.zeros(2, 64, 4, 4)) == "packed"
-    assert chosen(many, torch.zeros(2, 64, 4, 4)) == "loop"
-
-
-def test_images_of_another_size_are_counted_by_their_own() -> None:
-    net = several(lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)), 2)
-    assert chosen(net, torch.zeros(4, 3, 8, 8)) == "packed"
-    assert chosen(net, torch.zeros(4, 3, 64, 64)) == "loop"
 
 
 @pytest.mark.parametrize("slow", [nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 1)])
@@ -108,21 +93,8 @@ def test_small_members_train_packed_and_in_half_precision_run_one_after_the_othe
         assert chosen(net, x) == "loop"
     assert chosen(net.eval().bfloat16(), x.bfloat16()) == "loop"
     assert chosen(net.float(), x) == "packed"
-
-
-def test_members_that_draw_run_one_after_the_other() -> None:
-    net = mt.deep_ensemble(mt.mc_dropout(nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 3))), members=2)
-    assert chosen(net.eval(), torch.randn(4, 16)) == "loop"
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y if y.sum() > 0 else -y
+    drawing = mt.mc_dropout(nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    assert chosen(mt.deep_ensemble(drawing, members=MANY).eval(), x) == "loop"
 
 
 class Remembers(nn.Module):
@@ -136,20 +108,24 @@ class Remembers(nn.Module):
         return self.fc(x)
 
 
-class Accumulates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).cumsum(1)
+def branch(net: Of, x: Tensor) -> Tensor:
+    y = net.fc(x)
+    return y if y.sum() > 0 else -y
 
 
-def recurrent() -> nn.Module:
-    return mt.Multitude(nn.LSTM(16, 3), output=0).network
+UNPACKED: list[Callable[[], nn.Module]] = [
+    lambda: Of(branch, fc=nn.Linear(16, 3)),
+    lambda: Of(accumulate, fc=nn.Linear(16, 3)),
+    lambda: mt.Multitude(nn.LSTM(16, 3), output=0).network,
+    Remembers,
+]
 
 
-@pytest.mark.parametrize("build", [Branches, Remembers, Accumulates, recurrent])
+def accumulate(net: Of, x: Tensor) -> Tensor:
+    return net.fc(x).cumsum(1)
+
+
+@pytest.mark.parametrize("build", UNPACKED)
 def test_what_cannot_be_packed_or_has_no_rule_runs_one_after_the_other_without_a_warning(
     build: Callable[[], nn.Module],
 ) -> None:
@@ -210,53 +186,19 @@ def test_a_hook_that_is_added_later_sees_each_member() -> None:
         torch.testing.assert_close(got, alone(net, x))
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(16, 3)
-        self.gain = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) * self.gain
-
-
-class Squared(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) ** 2
-
-
-def test_a_setting_that_changes_and_a_module_that_is_replaced_are_noticed() -> None:
-    net = several(lambda: nn.Sequential(Scaled()))
-    x = torch.randn(4, 16)
-    with torch.no_grad():
-        before = net(x)
-        for member in net.network:
-            member[0].gain = 3.0
-        torch.testing.assert_close(net(x), 3 * before)
-        for member in net.network:
-            new = Squared()
-            new.fc = member[0].fc
-            new.gain = 3.0
-            member[0] = new.eval()
-        torch.testing.assert_close(net(x), before**2)
-        for member in net.network:
-            member.append(nn.Tanh().eval())
-        torch.testing.assert_close(net(x), (before**2).tanh())
-        for member in net.network:
-            del member[1]
-        torch.testing.assert_close(net(x), before**2)
-    assert chosen(net, x) == "packed"
+def scale(net: Of, x: Tensor) -> Tensor:
+    return net.fc(x) * net.gain
 
 
 def test_a_setting_of_one_member_that_changes_counts_for_that_member_alone() -> None:
-    net = several(lambda: nn.Sequential(Scaled()))
+    net = several(lambda: nn.Sequential(Of(scale, fc=nn.Linear(16, 3), gain=1.0)))
     x = torch.randn(4, 16)
     with torch.no_grad():
         before = net(x)
         net.member(1)[0].gain = 3.0
-        scale = torch.ones(MANY, 1, 1)
-        scale[1] = 3.0
-        torch.testing.assert_close(net(x), before * scale)
+        gains = torch.ones(MANY, 1, 1)
+        gains[1] = 3.0
+        torch.testing.assert_close(net(x), before * gains)
         assert chosen(net, x) == "loop"
         net.member(1)[0].gain = 1.0
         assert chosen(net, x) == "packed"
@@ -274,7 +216,8 @@ def test_weights_are_read_at_every_call() -> None:
     torch.testing.assert_close(net.double().predict(x.double()).predictions, alone(net, x.double()))
 
 
-def test_other_transforms_see_the_loop() -> None:
+def test_transforms_traces_and_graphs_contain_the_loop() -> None:
+    torch.compiler.reset()
     net = several()
     x = torch.randn(2, 4, 16)
     with torch.no_grad():
@@ -282,23 +225,5 @@ def test_other_transforms_see_the_loop() -> None:
         traced = torch.jit.trace(net, x[0], check_trace=False)
         torch.testing.assert_close(got, torch.stack([alone(net, each) for each in x]))
         torch.testing.assert_close(traced(x[1]), alone(net, x[1]))
+        assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(x[0]), alone(net, x[0]))
     assert not net._runners.fast
-
-
-def test_compiled_it_is_the_loop() -> None:
-    torch.compiler.reset()
-    net = several()
-    x = torch.randn(4, 16)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(x), alone(net, x))
-    assert not net._runners.fast
-
-
-def test_copies_are_small_too() -> None:
-    net = several()
-    x = torch.randn(4, 16)
-    with torch.no_grad():
-        net(x)
-        twin = copy.deepcopy(net)
-        assert torch.equal(twin(x), net(x))
-    assert chosen(twin, x) == "packed"

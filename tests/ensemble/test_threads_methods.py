@@ -29,7 +29,7 @@ RUNNERS = ("packed", "vmapped")
 
 
 @dataclass
-class Job:
+class MethodRun:
     """One method on one network, and everything that came of it."""
 
     network: str
@@ -77,13 +77,13 @@ def results(net: mt.Multitude, batch: tuple[Tensor, Tensor], method: str) -> dic
     return found | {"predictions after it": net.eval().predict(x).predictions}
 
 
-def jobs() -> list[list[Job]]:
-    """The jobs of each thread: each method meets a quarter of the networks."""
+def method_runs() -> list[list[MethodRun]]:
+    """The method_runs of each thread: each method meets a quarter of the networks."""
     work = []
     for number, network in enumerate(THREADS):
         methods = [method for place, method in enumerate(METHODS) if (place + number) % 4 == 0]
-        own = [Job(network, m) for m in methods if m != "tabm" or network in ("mlp", "cnn", "tabular")]
-        work.append([*own, Job(network, "deep_ensemble", RUNNERS[number % 2])])
+        own = [MethodRun(network, m) for m in methods if m != "tabm" or network in ("mlp", "cnn", "tabular")]
+        work.append([*own, MethodRun(network, "deep_ensemble", RUNNERS[number % 2])])
     return work
 
 
@@ -120,7 +120,7 @@ def in_threads(functions: list[Callable[[], None]]) -> None:
 
 @dataclass
 class Ran:
-    work: list[list[Job]]
+    work: list[list[MethodRun]]
     before: dict[str, Any]
     after: dict[str, Any]
 
@@ -130,12 +130,12 @@ def ran() -> Ran:
     """Eight threads at work, after one has done the same: then all is imported, and cached."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for own in jobs():
-            for job in own:
-                job.run()
-                assert job.error is None, f"{job.method} on {job.network}, alone: {job.error!r}"
-        work, before = jobs(), process_wide()
-        in_threads([lambda own=own: [job.run() for job in own] for own in work])  # type: ignore[misc]
+        for own in method_runs():
+            for one in own:
+                one.run()
+                assert one.error is None, f"{one.method} on {one.network}, alone: {one.error!r}"
+        work, before = method_runs(), process_wide()
+        in_threads([lambda own=own: [one.run() for one in own] for own in work])  # type: ignore[misc]
         return Ran(work, before, process_wide())
 
 
@@ -153,25 +153,19 @@ def _equal(one: Any, other: Any) -> bool:
 def test_eight_threads_with_eight_networks_get_what_one_gets(ran: Ran) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrong = [message for own in ran.work for job in own for message in differences(job)]
+        wrong = [message for own in ran.work for one in own for message in differences(one)]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_method_is_run_by_two_threads() -> None:
-    threads = {method: {job.network for own in jobs() for job in own if job.method == method} for method in METHODS}
-    assert all(len(networks) >= (1 if method == "tabm" else 2) for method, networks in threads.items())
-    assert {job.runner for own in jobs() for job in own} == {"", *RUNNERS}
-
-
-def differences(job: Job) -> Iterator[str]:
+def differences(one: MethodRun) -> Iterator[str]:
     """What differs from the same multitude run by one thread."""
-    place = f"{job.method} {job.runner} on {job.network}"
-    if job.error is not None:
-        yield f"{place}: {type(job.error).__name__}: {job.error}"
+    place = f"{one.method} {one.runner} on {one.network}"
+    if one.error is not None:
+        yield f"{place}: {type(one.error).__name__}: {one.error}"
         return
-    want = results(job.net, NETWORKS[job.network].batch(6), job.method)
-    wrong = [name for name in want if name not in job.found or not _close(want[name], job.found[name])]
-    if wrong or want.keys() != job.found.keys():
+    want = results(one.net, NETWORKS[one.network].batch(6), one.method)
+    wrong = [name for name in want if name not in one.found or not _close(want[name], one.found[name])]
+    if wrong or want.keys() != one.found.keys():
         yield f"{place}: {len(wrong)} of {len(want)} results: {', '.join(wrong[:3])}"
 
 

@@ -289,7 +289,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="from_layer='other' never runs"):
         mt.heads(unused, from_layer="other", example=torch.randn(2, 4))
     frozen = NETWORKS["cnn"].model().requires_grad_(False)
-    with pytest.raises(ValueError, match="layers: 'fc2' must have weights that are trained, and all are frozen"):
+    with pytest.raises(ValueError, match="layers must have trainable weights, and those of 'fc2' are frozen"):
         mt.heads(frozen, example=x)
     with pytest.raises(ValueError, match="from_layer='fc1': 'fc1', 'fc2' must have weights that are trained"):
         mt.heads(frozen, from_layer="fc1", example=x)
@@ -304,7 +304,7 @@ def test_bad_arguments_are_named() -> None:
 
 def test_a_language_models_output_layer_is_its_embedding_and_refused() -> None:
     config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    with pytest.raises(ValueError, match="layers: 'lm_head' would be drawn anew, and with it 'weight' of layer"):
+    with pytest.raises(ValueError, match="layers: 'lm_head' would get new weights, and so would 'weight' of layer"):
         mt.heads(transformers.GPT2LMHeadModel(config), 2)
 
 

@@ -130,7 +130,7 @@ def test_models_that_cannot_be_narrowed_say_so() -> None:
     )  # fmt: skip
     model, x = transformers.FNetForSequenceClassification(config), {"input_ids": texts()["input_ids"]}
     assert mt.packed(model, members=2, alpha=1, example=x).member(0).config.hidden_size == 8
-    with pytest.raises(ValueError, match="cannot be narrowed"):
+    with pytest.raises(ValueError, match="cannot narrow|cannot be narrowed"):
         mt.packed(model, members=2, alpha=1, example=x, init="pretrained")
 
 
@@ -213,7 +213,7 @@ def test_each_of_several_models_in_one_is_initialised_by_its_own_rule() -> None:
 def test_a_language_model_that_shares_its_embedding_with_its_head_keeps_both() -> None:
     config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
     model = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(ValueError, match=r"heads: 'lm_head' would be drawn anew, and with it .*'transformer.wte'"):
+    with pytest.raises(ValueError, match=r"heads: 'lm_head' would get new weights, and so would .*'transformer.wte'"):
         mt.deep_ensemble(model, 2, init="heads")
     net = mt.deep_ensemble(model, 2, seed=0)
     for member in net.network:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import multitudes as mt
 from multitudes import files as storage
 from multitudes import methods
-from multitudes.ensemble.kl_terms import DIVERGENCES
+from multitudes.ensemble.multitude import DIVERGENCES
 from multitudes.lab.cli.program import app
 from multitudes.lab.study.spec import method_rows as of_studies
 from multitudes.methods.registry import collect
@@ -28,7 +28,7 @@ FILE = '''
 import torch.nn.functional as F
 from torch import nn
 
-from multitudes.ensemble.kl_terms import divergence
+from multitudes.ensemble.multitude import divergence
 from multitudes.networks.stochastic import Stochastic
 from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.registry import Method, by

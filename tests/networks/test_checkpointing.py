@@ -147,7 +147,7 @@ def test_a_layer_behind_an_object_that_is_no_module_is_an_error() -> None:
             return self.last(self.holder.module(x))
 
     net = mt.batch_ensemble(Hides(), 2, seed=0).eval()
-    with pytest.raises(ValueError, match=r"layer 'body.0' \(Linear\) is called by way of an object that is no module"):
+    with pytest.raises(ValueError, match=r"layer 'body.0' \(Linear\) is called through an object that is not a module"):
         net(torch.randn(4, 4, 4))
 
 

@@ -72,5 +72,5 @@ def test_functions_of_a_network_run_the_copy_that_holds_them(kind: type[ByLambda
 
 def test_a_layer_that_a_function_calls_cannot_differ_between_members() -> None:
     net = mt.batch_ensemble(ByLambda(), members=3)
-    with pytest.raises(ValueError, match="layer 'fc' .* is called by way of an object that is no module"):
+    with pytest.raises(ValueError, match="layer 'fc' .* is called through an object that is not a module"):
         net(torch.randn(5, 4))

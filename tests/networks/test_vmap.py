@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.ensemble.runners.member_size import convolves
-from multitudes.ensemble.runners.selection import INDEPENDENT, Use, runners_for
+from multitudes.ensemble.runners.selection import INDEPENDENT, Workload, runners_for
 from multitudes.networks import vmap as module
 from multitudes.networks.vmap import at_once, products
 
@@ -254,7 +254,7 @@ def test_code_that_looks_at_values_is_refused() -> None:
 
 
 def usual(network: nn.Module, device: str, training: bool = False) -> str:
-    return runners_for(INDEPENDENT, Use(device, training, 8, False, convolves=convolves(network)))[0]
+    return runners_for(INDEPENDENT, Workload(device, training, 8, False, convolves=convolves(network)))[0]
 
 
 def test_auto_takes_vmap_for_transformers_and_packs_convolutions_on_a_gpu() -> None:

@@ -16,7 +16,7 @@ import multitudes as mt
 from multitudes.methods.batch_ensemble import RankOne
 from multitudes.methods.masksembles import Masked, masked
 from multitudes.networks.views import RUNNING, Running, view
-from multitudes.networks.vmap import Lane
+from multitudes.networks.vmap import LazyVmap
 from multitudes.surgery.affine import maps_of
 from tests.zoo.of_parts import Of
 
@@ -78,15 +78,11 @@ ONE_MAP: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def factor(layer: nn.Module, r: Tensor, s: Tensor, weight: Tensor) -> Tensor:
-    """`s_o r_i` at the place of the weight that leads from input i to output o, by loops."""
-    groups, outer = getattr(layer, "groups", 1), torch.empty(weight.shape[:2])
-    inputs_first = isinstance(layer, nn.ConvTranspose1d | Conv1D)
-    for a in range(weight.shape[0]):
-        for b in range(weight.shape[1]):
-            group = a // (weight.shape[0] // groups)
-            within = b + group * weight.shape[1]
-            outer[a, b] = r[a] * s[within] if inputs_first else s[a] * r[within]
-    return outer.view(*outer.shape, *[1] * (weight.dim() - 2))
+    """Return `s_o r_i` at the place of the weight from input i to output o, by blocks of groups."""
+    groups = getattr(layer, "groups", 1)
+    first, second = (r, s) if isinstance(layer, nn.ConvTranspose1d | Conv1D) else (s, r)
+    blocks = [torch.outer(a, b) for a, b in zip(first.chunk(groups), second.chunk(groups), strict=True)]
+    return torch.cat(blocks).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
 
 def with_tensors(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -158,7 +154,7 @@ def test_gradients_of_a_rank_one_layer_are_those_of_the_formula(kind: str) -> No
     r, s = ensemble.r.detach().requires_grad_(), ensemble.s.detach().requires_grad_()
     layer(x)
     weight = layer.weight
-    outers = [factor_of(layer, r[i], s[i], weight) for i in range(2)]
+    outers = [factor(layer, r[i], s[i], weight) for i in range(2)]
     biases = None if layer.bias is None else layer.bias.detach().expand(2, -1)
     total = sum(
         with_tensors(layer, x, weight * outer, None if biases is None else biases[i]).square().sum()
@@ -170,19 +166,6 @@ def test_gradients_of_a_rank_one_layer_are_those_of_the_formula(kind: str) -> No
     assert len(mine) == len(theirs)
     for want, got in zip(gradients, [ensemble.r, ensemble.s, *theirs], strict=True):
         torch.testing.assert_close(got.grad, want)
-
-
-def factor_of(layer: nn.Module, r: Tensor, s: Tensor, weight: Tensor) -> Tensor:
-    """As `factor`, with gradients."""
-    rows = [[factor(layer, torch.ones_like(r), torch.ones_like(s), weight)]]
-    assert bool((rows[0][0] == 1).all())
-    groups = getattr(layer, "groups", 1)
-    inputs_first = isinstance(layer, nn.ConvTranspose1d | Conv1D)
-    first, second = (r, s) if inputs_first else (s, r)
-    blocks = [
-        torch.outer(a, b) for a, b in zip(first.chunk(groups), second.chunk(groups), strict=True)
-    ]  # fmt: skip
-    return torch.cat(blocks).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
 
 @pytest.mark.parametrize("kind", list(ONE_MAP))
@@ -238,10 +221,10 @@ def tensors(value: Any) -> list[Tensor]:
 def side_by_side(layer: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """All members' answers to the same arguments, `[M, ...]` each."""
     whole = view(layer, {"": layer.as_all()})
-    with Lane(layer.members) as lane:
-        token = RUNNING.set(Running(is_view=True, lane=lane))
+    with LazyVmap(layer.members) as vmap:
+        token = RUNNING.set(Running(is_view=True, vmap=vmap))
         try:
-            return [lane.whole(answer) for answer in tensors(whole(*args))]
+            return [vmap.whole(answer) for answer in tensors(whole(*args))]
         finally:
             RUNNING.reset(token)
 
@@ -282,31 +265,25 @@ def test_a_whole_layer_gives_each_member_its_own_weights(kind: str, method: str)
 def test_connections_of_a_whole_layer_are_dropped(kind: str) -> None:
     torch.manual_seed(0)
     build, batch = SEVERAL[kind]
-    args = batch(3)
-    model = Of(lambda net, *args: tensors(net.part(*args))[0].flatten(1), part=build()).eval()
-    if kind in ("attention_sequence_first", "lstm_with_states", "gru"):
-        model.function = lambda net, *args: tensors(net.part(*args))[0].transpose(0, 1).flatten(1)
+    sequence_first = kind in ("attention_sequence_first", "lstm_with_states", "gru")
+
+    def run(net: Any, *args: Tensor) -> Tensor:
+        args = tuple(a.transpose(0, 1) for a in args) if sequence_first else args
+        y = tensors(net.part(*args))[0]
+        return (y.transpose(0, 1) if sequence_first else y).flatten(1)
+
+    model, args = Of(run, part=build()).eval(), batch(3)
+    if kind in ("lstm_with_states", "gru"):
+        args = args[:1]
+    x = tuple(a.transpose(0, 1) for a in args) if sequence_first else args
     net = mt.drop_connect(model, 0.3).eval()
-    x = args if not isinstance(args[-1], tuple) else (args[0],)
-    if kind == "gru":
-        x = (args[0],)
-    flat = (
-        [tensor.transpose(0, 1) for tensor in x]
-        if kind in ("attention_sequence_first", "lstm_with_states", "gru")
-        else x
-    )
-    if flat is not x:
-        inner = model.function
-        model.function = lambda net, *args: inner(net, *(a.transpose(0, 1) for a in args))
-        net = mt.drop_connect(model, 0.3).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some cannot run under vmap
-        drawn = net(tuple(flat), draws=3, seed=1)
+        drawn = net(x, draws=3, seed=1)
     frozen = mt.freeze(net, 3, seed=1)
-    torch.testing.assert_close(drawn, frozen(tuple(flat)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(drawn, frozen(x), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(drawn[0], drawn[1])
-    names = [affine.weight for affine in maps_of(model.part)]
-    for name in names:
-        ratio = frozen.member(0).part.get_parameter(name) / model.part.get_parameter(name) * 0.7
+    for affine in maps_of(model.part):
+        ratio = frozen.member(0).part.get_parameter(affine.weight) / model.part.get_parameter(affine.weight) * 0.7
         assert torch.all(torch.isclose(ratio, torch.ones(())) | (ratio == 0))
         assert 0.05 < (ratio == 0).float().mean() < 0.7

@@ -49,7 +49,7 @@ def test_a_layer_refuses_rows_that_are_not_the_members(method: Callable[..., Any
     )  # fmt: skip
     options = {"example": torch.randn(2, 4)} if method is mt.masksembles else {}
     net = method(model, 3, **options).train()
-    with pytest.raises(ValueError, match=r"a Linear that tells 3 members apart got an input of shape \[1, 8\]"):
+    with pytest.raises(ValueError, match=r"a Linear of 3 members got an input of shape \[1, 8\]"):
         net.network(torch.randn(6, 4))
 
 

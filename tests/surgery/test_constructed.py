@@ -1,4 +1,4 @@
-"""Networks are drawn anew by their layers' own rules, and what their constructors did beside these is kept."""
+"""Reinitialization follows the layers' own rules and keeps what constructors set besides."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import multitudes as mt
-from multitudes.surgery.initialize import judge, redraw
+from multitudes.surgery.initialize import compare_with_rules, reinitialize
 from tests.zoo.cases import stacked_parameters
 
 WIDTH, CLASSES = 32, 3
 
 
-class Of(nn.Module):
-    """One layer or parameter of a kind, and a head."""
+class Headed(nn.Module):
+    """A layer or parameter, and a head that alone is called."""
 
     def __init__(self, part: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -65,19 +65,19 @@ KEPT: dict[str, tuple[Callable[[], nn.Module | nn.Parameter], str, str | None]] 
     "zero bias": (lambda: changed(nn.Linear(8, 8), lambda m: m.bias.zero_()), "bias", None),
     "one bias": (lambda: changed(nn.Linear(8, 1), lambda m: m.bias.fill_(-4.0)), "bias", None),
     "zero layer": (lambda: changed(nn.Linear(8, 8), lambda m: m.weight.zero_()), "weight", None),
-    "identity": (lambda: changed(nn.Linear(8, 8), lambda m: nn.init.eye_(m.weight)), "weight", "'part.weight' stayed"),
+    "identity": (lambda: changed(nn.Linear(8, 8), lambda m: nn.init.eye_(m.weight)), "weight", "'part.weight'"),
     "dirac": (
-        lambda: changed(nn.Conv2d(8, 8, 3), lambda m: nn.init.dirac_(m.weight)), "weight", "'part.weight' stayed",
+        lambda: changed(nn.Conv2d(8, 8, 3), lambda m: nn.init.dirac_(m.weight)), "weight", "'part.weight'",
     ),
     "forget gates": (
-        lambda: changed(nn.LSTM(8, WIDTH), _forget_gates), "bias_ih_l0", "'part.bias_ih_l0', 'part.bias_hh_l0' stayed",
+        lambda: changed(nn.LSTM(8, WIDTH), _forget_gates), "bias_ih_l0", "'part.bias_ih_l0', 'part.bias_hh_l0'",
     ),
-    "sinusoids alone": (lambda: nn.Parameter(sinusoids(50)), "", "'part' stayed as in model"),
-    "eye alone": (lambda: nn.Parameter(torch.eye(8)), "", "'part' stayed as in model"),
-    "token alone": (lambda: nn.Parameter(torch.randn(1, 1, 8)), "", "'part' stayed as in model"),
-    "complex alone": (lambda: nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat)), "", "'part' stayed as in model"),
-    "a rule with arguments": (lambda: Needy(), "weight", "'part.weight' stayed as in model"),
-    "a rule that fails": (lambda: Failing(), "weight", "'part.weight' stayed as in model"),
+    "sinusoids alone": (lambda: nn.Parameter(sinusoids(50)), "", "'part'"),
+    "eye alone": (lambda: nn.Parameter(torch.eye(8)), "", "'part'"),
+    "token alone": (lambda: nn.Parameter(torch.randn(1, 1, 8)), "", "'part'"),
+    "complex alone": (lambda: nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat)), "", "'part'"),
+    "a rule with arguments": (lambda: Needy(), "weight", "'part.weight'"),
+    "a rule that fails": (lambda: Failing(), "weight", "'part.weight'"),
 }  # fmt: skip
 
 
@@ -96,9 +96,9 @@ class Failing(Needy):
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_what_no_rule_draws_is_kept_and_told_once(case: str) -> None:
+def test_values_that_no_rule_gives_are_kept_with_one_warning(case: str) -> None:
     make, name, message = KEPT[case]
-    model = Of(make())
+    model = Headed(make())
     name = f"part.{name}".rstrip(".")
     given = model.get_parameter(name).detach().clone()
     net, told = members_of(model)
@@ -109,7 +109,7 @@ def test_what_no_rule_draws_is_kept_and_told_once(case: str) -> None:
         assert told == []
     else:
         assert len(told) == 1
-        assert message in told[0]
+        assert f"kept the values of {message}" in told[0]
         assert "pass a function that builds the network" in told[0]
     assert "kept" in net.summary()
 
@@ -118,13 +118,13 @@ def test_forget_gates_stay_where_the_other_gates_are_drawn() -> None:
     lstm = nn.LSTM(8, WIDTH)
     with torch.no_grad():
         lstm.bias_ih_l0[WIDTH : 2 * WIDTH] = 1.0
-    net, told = members_of(Of(lstm))
+    net, told = members_of(Headed(lstm))
     bias = stacked_parameters(net)["part.bias_ih_l0"]
     assert torch.equal(bias[:, WIDTH : 2 * WIDTH], torch.ones(2, WIDTH))
     assert not torch.isclose(bias[0, :WIDTH], bias[1, :WIDTH]).any()
     assert bias[:, :WIDTH].abs().max() <= WIDTH**-0.5
     assert told == []
-    assert "bias_ih_l0 drawn as it was: some constants, which stay" in net.summary()
+    assert "bias_ih_l0 drawn as in model: some constants, which stay" in net.summary()
 
 
 # -- what is drawn as it was -------------------------------------------------------------------------------
@@ -143,14 +143,14 @@ DRAWN: dict[str, Callable[[nn.Conv2d], object]] = {
 def test_other_distributions_keep_their_mean_and_deviation(case: str) -> None:
     torch.manual_seed(1)
     conv = changed(nn.Conv2d(16, 64, 3), DRAWN[case])
-    net, told = members_of(Of(conv))
+    net, told = members_of(Headed(conv))
     got, want = stacked_parameters(net)["part.weight"], conv.weight
     assert not torch.allclose(got[0], got[1])
     torch.testing.assert_close(got.std((1, 2, 3, 4)), want.std().expand(2), rtol=0.03, atol=0)
     torch.testing.assert_close(got.mean((1, 2, 3, 4)), want.mean().expand(2), rtol=0.05, atol=0.05 * want.std().item())
     assert torch.equal(got[0] == 0, want == 0)
     assert len(told) == 1
-    assert "'part.weight' were drawn as they look in model" in told[0]
+    assert "drew 'part.weight' with the mean and deviation in model" in told[0]
 
 
 @pytest.mark.parametrize("case", ["gates", "square", "table"])
@@ -162,12 +162,12 @@ def test_orthogonal_matrices_and_tables_are_named_since_draws_have_their_deviati
             nn.init.orthogonal_(block, gain=2**0.5)
         if case == "table":
             weight.copy_(sinusoids(50))
-    net, told = members_of(Of(part))
-    (name,) = [name for name, each in Of(part).named_parameters() if each is weight]
+    net, told = members_of(Headed(part))
+    (name,) = [name for name, each in Headed(part).named_parameters() if each is weight]
     got = stacked_parameters(net)[name]
     torch.testing.assert_close(got.std((1, 2)), weight.std().expand(2), rtol=0.1, atol=0)
     assert len(told) == 1
-    assert f"{name!r} were drawn as they look in model" in told[0]
+    assert f"drew {name!r} with the mean and deviation in model" in told[0]
     assert "pass a function that builds the network" in told[0]
 
 
@@ -175,7 +175,7 @@ def test_padding_stays_zero_where_an_embedding_has_another_deviation() -> None:
     table = nn.Embedding(200, WIDTH, padding_idx=5)
     with torch.no_grad():
         table.weight.normal_(std=0.02)[5] = 0.0
-    weight = stacked_parameters(members_of(Of(table))[0])["part.weight"]
+    weight = stacked_parameters(members_of(Headed(table))[0])["part.weight"]
     assert not weight[:, 5].any()
     torch.testing.assert_close(weight.std().item(), 0.02, rtol=0.05, atol=0)
 
@@ -186,7 +186,7 @@ def test_narrowed_layers_keep_how_much_larger_they_are_than_their_rule() -> None
         for layer in (model[0], model[2]):
             nn.init.kaiming_normal_(layer.weight)
             layer.bias.zero_()
-    with pytest.warns(UserWarning, match="'0.weight', '2.weight' were drawn as they look in model"):
+    with pytest.warns(UserWarning, match="drew '0.weight', '2.weight' with the mean and deviation in model"):
         net = mt.packed(model, 4, 2, seed=0)
     weight = stacked_parameters(net)["2.weight"]
     assert weight.shape == (4, 128, 128)
@@ -212,9 +212,9 @@ SOUND: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", SOUND)
-def test_what_rules_have_drawn_is_nothing_of_its_own_and_not_trained(case: str, seed: int) -> None:
+def test_values_from_rules_do_not_look_custom_or_trained(case: str, seed: int) -> None:
     torch.manual_seed(seed)
-    assert judge(SOUND[case]()) == ({}, None)
+    assert compare_with_rules(SOUND[case]()) == ({}, None)
 
 
 # -- every layer's own rule --------------------------------------------------------------------------------
@@ -278,11 +278,13 @@ def test_weights_that_are_computed_are_drawn_where_they_are_computed_from(case: 
 
 def test_complex_layers_are_drawn_by_their_rule() -> None:
     layer = nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat)
-    weight = stacked_parameters(members_of(Of(layer))[0])["part.weight"]
+    weight = stacked_parameters(members_of(Headed(layer))[0])["part.weight"]
     assert weight.dtype == torch.cfloat
     assert not torch.isclose(weight[0], weight[1]).any()
     torch.testing.assert_close(weight.abs().square().mean(), layer.weight.abs().square().mean(), rtol=0.2, atol=0)
-    moved = stacked_parameters(mt.deep_ensemble(Of(layer), 2, init="pretrained", perturb=0.1, seed=0))["part.weight"]
+    moved = stacked_parameters(mt.deep_ensemble(Headed(layer), 2, init="pretrained", perturb=0.1, seed=0))[
+        "part.weight"
+    ]
     torch.testing.assert_close((moved - layer.weight).std() / layer.weight.std(), torch.tensor(0.1), rtol=0.1, atol=0)
 
 
@@ -315,7 +317,7 @@ def test_a_network_has_the_last_word_in_its_own_initialiser(each: bool) -> None:
     model = Initialised(each)
     with torch.no_grad():
         model.body.weight.normal_()
-    redraw(model)
+    reinitialize(model)
     assert torch.equal(model.body.weight, torch.full((WIDTH, WIDTH), 0.5))
     assert bool((model.head.weight == 0.25).all()) is each
 
@@ -335,9 +337,11 @@ def trained() -> nn.Module:
     return model
 
 
-def test_drawing_a_trained_network_anew_is_told_unless_it_was_asked_for() -> None:
+def test_replacing_trained_weights_warns_unless_it_was_asked_for() -> None:
     for method in (mt.deep_ensemble, mt.packed, mt.batch_ensemble, mt.masksembles, mt.mimo, mt.variance):
-        with pytest.warns(UserWarning, match=r"model looks trained \(layer '1' has seen data\).*init='heads'") as told:
+        with pytest.warns(
+            UserWarning, match=r"model looks trained \(layer '1' has running statistics of data\).*init='heads'"
+        ) as told:
             method(trained())
         assert len(told) == 1
     for init in ("fresh", "heads"):
@@ -361,4 +365,4 @@ def test_gains_that_vary_are_trained_and_drawn_by_their_rule() -> None:
     net, told = members_of(model)
     assert torch.equal(stacked_parameters(net)["1.weight"], torch.ones(2, 16))
     assert len(told) == 1
-    assert "model looks trained ('1.weight' varies, and starts constant)" in told[0]
+    assert "model looks trained ('1.weight' varies, and its layer starts it constant)" in told[0]

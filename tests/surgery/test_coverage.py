@@ -1,4 +1,4 @@
-"""What a method reaches: told in the summary, and warned of below one half."""
+"""The share of a network that a method converts: in the summary, and with a warning below one half."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ from tests.zoo.cases import NETWORKS
 from tests.zoo.of_parts import Of
 
 
-class Experts(nn.Module):
-    """Parameters that stand alone, and no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, 6, 32) / 6), nn.Parameter(torch.randn(4, 32, 6) / 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bi,eij,ejk->bk", x, self.up, self.down)
-
-
 def experts() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), Experts(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    """Most parameters are in no layer."""
+    alone = Of(
+        lambda net, x: torch.einsum("bi,eij,ejk->bk", x, net.up, net.down),
+        up=nn.Parameter(torch.randn(4, 6, 32) / 6), down=nn.Parameter(torch.randn(4, 32, 6) / 6),
+    )  # fmt: skip
+    return nn.Sequential(nn.Linear(6, 6), alone, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
 def share(of: int, whole: int) -> str:
@@ -50,7 +44,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 def test_a_method_that_reaches_little_says_so_once_and_names_what_is_left(name: str) -> None:
     model = experts()
     with pytest.warns(
-        UserWarning, match=r"the method reaches .* of model \(Sequential\); left out are Experts \(1\)"
+        UserWarning, match=r"the method reaches .* of model \(Sequential\); left out are Of \(1\)"
     ) as told:
         net = METHODS[name](model)
     assert sum("reaches" in str(each.message) for each in told) == 1
@@ -104,17 +98,11 @@ def test_without_an_example_parameters_alone_are_told() -> None:
 
 
 def test_counting_leaves_the_model_as_it_was() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
-            self.register_buffer("calls", torch.zeros(()))
+    def count(net: Any, x: Tensor) -> Tensor:
+        net.calls += 1
+        return net.head(net.body(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.head(self.body(x))
-
-    model = Counts()
+    model = Of(count, body=nn.Linear(4, 8), head=nn.Linear(8, 2), calls=0)
     state = torch.get_rng_state()
     net = mt.batch_ensemble(model, 2, init="pretrained", seed=0)
     assert model.calls == 0

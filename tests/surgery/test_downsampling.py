@@ -15,7 +15,7 @@ import multitudes as mt
 from multitudes.methods.smoothing import Smooth, head, smooth
 from multitudes.models.preact_resnet import PreactivationBottleneck
 from multitudes.models.resnet import BasicBlock, Bottleneck
-from multitudes.surgery.downsampling import Run, downsamplings
+from multitudes.surgery.downsampling import LayerTrace, downsamplings
 from tests.methods.smoothing_networks import FOUR, STAGES, chain, noise, small_resnet
 from tests.zoo.of_parts import Of
 
@@ -29,10 +29,8 @@ def bottlenecks(**options: Any) -> nn.Module:
 
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "resnext50": (M.resnext50, FOUR),
-    "wide_resnet50_2": (M.wide_resnet50_2, FOUR),
-    "resnext50, narrow": (lambda: bottlenecks(groups=32, width_per_group=8), FOUR),
-    "wide_resnet50_2, narrow": (lambda: bottlenecks(width_per_group=128), FOUR),
+    "resnext50": (lambda: bottlenecks(groups=32, width_per_group=8), FOUR),
+    "wide_resnet50_2": (lambda: bottlenecks(width_per_group=128), FOUR),
     "resnet18": (M.resnet18, FOUR),
     "resnet18, imagenet": (lambda: M.resnet18(stem="imagenet"), FOUR),
     "resnet50, imagenet": (lambda: bottlenecks(stem="imagenet"), FOUR),
@@ -52,10 +50,9 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "small_cnn": (M.small_cnn, ["features.2", "features.6", "features.10"]),
     "medium_cnn": (M.medium_cnn, ["features.2", "features.6", "features.10", "features.14"]),
 }
-LARGE = ("resnext50", "wide_resnet50_2")
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in LARGE)) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_it_goes_before_each_down_sampling(family: str) -> None:
     build, want = FAMILIES[family]
     model, x = build().eval(), noise(2, 3, 32, 32)
@@ -78,7 +75,7 @@ def test_it_goes_before_each_down_sampling(family: str) -> None:
     with torch.no_grad():
         assert smoothed(x).shape == model(x).shape
     torch.testing.assert_close(read[0], inputs[want[0]])  # up to there, nothing has changed
-    assert downsamplings(Run(model, x)) == want
+    assert downsamplings(LayerTrace(model, x)) == want
 
 
 def stages(net: Any, images: Tensor, after_stage: Callable[[Tensor], Tensor]) -> Tensor:
@@ -212,7 +209,7 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 def test_it_finds_the_down_samplings_of_unusual_networks(case: str) -> None:
     build, want = UNUSUAL[case]
     model, x = build().eval(), noise(2, 3, 32, 32)
-    assert downsamplings(Run(model, x)) == want
+    assert downsamplings(LayerTrace(model, x)) == want
     assert sum(isinstance(m, Smooth) for m in smooth(model, example=x).modules()) == len(want)
     same = smooth(model, (1,), "none", example=x)  # does nothing, wherever it is
     torch.testing.assert_close(same(x), model(x))
@@ -220,7 +217,7 @@ def test_it_finds_the_down_samplings_of_unusual_networks(case: str) -> None:
 
 def test_a_block_that_reads_the_image_once_is_never_smoothed() -> None:
     block = Block(3, 3)
-    assert downsamplings(Run(nn.Sequential(block, block), noise(2, 3, 32, 32))) == []
+    assert downsamplings(LayerTrace(nn.Sequential(block, block), noise(2, 3, 32, 32))) == []
 
 
 def test_parallel_paths_all_read_the_smoothed_map() -> None:
@@ -229,7 +226,7 @@ def test_parallel_paths_all_read_the_smoothed_map() -> None:
 
 
 def test_a_single_pixel_is_smoothed_before_the_same_layers() -> None:
-    tiny = downsamplings(Run(small_resnet(stem="imagenet"), noise(2, 3, 8, 8)))
+    tiny = downsamplings(LayerTrace(small_resnet(stem="imagenet"), noise(2, 3, 8, 8)))
     assert tiny == FOUR
 
 
@@ -249,5 +246,5 @@ def test_layers_selects_other_places() -> None:
 
 def test_a_pooling_to_as_many_points_is_no_down_sampling() -> None:
     swapped = head(small_resnet(), "mlp", hidden=8)
-    assert downsamplings(Run(swapped, noise(2, 3, 32, 32))) == STAGES  # 4 x 4 to 7 x 7
-    assert downsamplings(Run(swapped, noise(2, 3, 64, 64)))[-1] == "avgpool"  # 8 x 8 to 7 x 7
+    assert downsamplings(LayerTrace(swapped, noise(2, 3, 32, 32))) == STAGES  # 4 x 4 to 7 x 7
+    assert downsamplings(LayerTrace(swapped, noise(2, 3, 64, 64)))[-1] == "avgpool"  # 8 x 8 to 7 x 7

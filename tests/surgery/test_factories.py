@@ -38,12 +38,6 @@ def test_each_member_of_a_factory_is_built_as_alone() -> None:
     assert torch.equal(stacked_parameters(unseeded)["first.weight"], stacked_parameters(net)["first.weight"])
 
 
-def test_a_class_is_a_factory_of_its_networks() -> None:
-    net = mt.deep_ensemble(Net, 2, seed=0)
-    for index, want in enumerate(by_hand(0, 2, Net)):
-        assert torch.equal(net.member(index).head.weight, want.head.weight)
-
-
 @pytest.mark.parametrize("method", ["batch_ensemble", "masksembles", "variance"])
 def test_a_shared_network_is_built_once_as_alone(method: str) -> None:
     calls = []
@@ -90,10 +84,10 @@ def test_mimo_has_a_built_network_for_each_input_and_output() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: 3, "model must build an nn.Module, got a function that gives a int"),
+        (lambda: 3, "model must build an nn.Module, got a function that returns a int"),
         (nn.Linear, "model is a function that builds a network, so it must take no arguments"),
         (3, "model must be an nn.Module, or a function that builds one, got int"),
-        (lambda kept=[]: kept[0] if kept else kept.append(Net()) or kept[0], "must build a new network whenever"),
+        (lambda kept=[]: kept[0] if kept else kept.append(Net()) or kept[0], "must build a new network in every call"),
     ],
     ids=["a number", "arguments", "no function", "the same"],
 )

@@ -1,4 +1,4 @@
-"""Whose weights a converted network starts from: `init`, `heads` and frozen parameters."""
+"""The initial weights of converted networks: `init`, `heads` and frozen parameters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 import multitudes as mt
 from multitudes.methods.patching.conversion import family
 from multitudes.surgery.output_layers import output_layers
+from tests.zoo.of_parts import Of
 
 INPUTS, CLASSES = 12, 3
 X = torch.randn(16, INPUTS, generator=torch.Generator().manual_seed(0))
@@ -81,18 +82,12 @@ def quietly(function: Callable[[], Any]) -> Any:
 # -- what is frozen ----------------------------------------------------------------------------------------
 
 
-def modes(method: str) -> list[dict[str, Any]]:
-    pretrained: dict[str, Any] = {"init": "pretrained"}
-    if method == "deep_ensemble":
-        pretrained["perturb"] = 0.1
-    return [{}, {"init": "fresh"}, {"init": "heads"}, pretrained]
-
-
-@pytest.mark.parametrize("mode", range(4), ids=["default", "fresh", "heads", "pretrained"])
+@pytest.mark.parametrize("init", ["fresh", "heads", "pretrained"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_frozen_first_layer_is_kept_by_every_method_in_every_mode(method: str, mode: int) -> None:
+def test_a_frozen_first_layer_is_kept_by_every_method_in_every_mode(method: str, init: str) -> None:
     model = frozen_first()
-    net = quietly(lambda: METHODS[method](model, **modes(method)[mode]))
+    options = {"perturb": 0.1} if (method, init) == ("deep_ensemble", "pretrained") else {}
+    net = quietly(lambda: METHODS[method](model, init=init, **options))
     for network, name in product(networks(net), ("first", "norm")):
         layer = inner(network, name)
         for own, want in model.get_submodule(name).named_parameters():
@@ -109,46 +104,16 @@ def test_a_frozen_first_layer_is_kept_by_every_method_in_every_mode(method: str,
     assert any(p.requires_grad for p in net.parameters())
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("mimo", "masksembles")])
-def test_members_of_a_frozen_network_train_without_moving_what_is_frozen(method: str) -> None:
-    model = frozen_first()
-    net = quietly(lambda: METHODS[method](model)).train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net.loss(X, Y).backward()
-    optimizer.step()
-    for network in networks(net):
-        weight = inner(network, "first").weight
-        assert torch.equal(weight, model.first.weight.expand_as(weight))
-
-
-class Words(nn.Module):
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.words = nn.Embedding.from_pretrained(table)
-        self.hidden, self.head = nn.Linear(table.shape[1], 16), nn.Linear(16, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(F.relu(self.hidden(self.words(tokens).mean(1))))
-
-
-@pytest.mark.parametrize("init", [None, "fresh", "heads", "pretrained"])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "mimo"])
-def test_a_pretrained_embedding_is_kept(method: str, init: str | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"init": "heads", "heads": "head"}, {"init": "pretrained"}])
+@pytest.mark.parametrize("method", [mt.packed, mt.batch_ensemble, mt.masksembles, mt.variance])
+def test_a_pretrained_embedding_is_kept(method: Callable[..., Any], options: dict[str, str]) -> None:
     tokens = torch.arange(20).view(4, 5)
-    model = Words(torch.randn(20, 8))
-    options: dict[str, Any] = {"init": init}
-    if init == "heads":
-        options["heads"] = "head"
-    if method == "deep_ensemble" and init == "pretrained":
-        options["perturb"] = 0.1
-    calls: dict[str, Callable[..., Any]] = {
-        **METHODS,
-        "packed": lambda model, **o: mt.packed(model, 3, 2, example=tokens, **o),
-        "masksembles": lambda model, **o: mt.masksembles(model, 3, 2.0, example=tokens, **o),
-        "patched": lambda model, **o: mt.patched(model, 3, "output", example=tokens, **o),
-        "family": lambda model, **o: family(model, 2, "element", layers="head", **o),
-    }
-    net = quietly(lambda: calls[method](model, **options))
+    model = Of(
+        lambda net, tokens: net.head(F.relu(net.hidden(net.words(tokens).mean(1)))),
+        words=nn.Embedding.from_pretrained(torch.randn(20, 8)), hidden=nn.Linear(8, 16), head=nn.Linear(16, CLASSES),
+    )  # fmt: skip
+    example = {"example": tokens} if method in (mt.packed, mt.masksembles) else {}
+    net = quietly(lambda: method(model, **options, **example))
     for network in networks(net):
         weight = network.words.weight
         assert torch.equal(weight, model.words.weight.expand_as(weight))
@@ -211,17 +176,7 @@ def test_heads_keeps_the_backbone_and_draws_the_output_layer_anew(method: str) -
         else [inner(net.network, "head").weight]
     )
     assert not any(torch.equal(head, model.head.weight) for head in heads)
-    assert "drawn anew" in net.summary()
-
-
-def test_the_members_heads_are_drawn_by_their_own_rule_each_for_itself() -> None:
-    model = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 200))
-    net = mt.deep_ensemble(model, 4, init="heads", seed=0)
-    bound = 600**-0.5
-    weight = every(net, "1.weight")
-    assert weight.abs().max() <= bound
-    torch.testing.assert_close(weight.std((1, 2)), torch.full((4,), bound / 3**0.5), rtol=0.02, atol=0)
-    assert torch.corrcoef(weight.flatten(1)).sub(torch.eye(4)).abs().max() < 0.02
+    assert "new random weights" in net.summary()
 
 
 def test_packed_and_mimo_draw_the_heads_anew() -> None:
@@ -237,17 +192,11 @@ def test_packed_and_mimo_draw_the_heads_anew() -> None:
 
 
 def test_heads_are_found_by_running_the_network() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.body, self.scale = nn.Linear(8, 1), nn.Linear(INPUTS, 8), nn.Linear(8, 1)
-            self.norm = nn.LayerNorm(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.relu(self.body(x))
-            return self.norm(torch.cat([self.mean(x), F.softplus(self.scale(x))], 1))
-
-    assert output_layers(Two(), example=X) == ["mean", "scale"]
+    two = Of(
+        lambda net, x: net.norm(torch.cat([net.mean(h := F.relu(net.body(x))), F.softplus(net.scale(h))], 1)),
+        mean=nn.Linear(8, 1), body=nn.Linear(INPUTS, 8), scale=nn.Linear(8, 1), norm=nn.LayerNorm(2),
+    )  # fmt: skip
+    assert output_layers(two, example=X) == ["mean", "scale"]
     residual = nn.Sequential(nn.Linear(INPUTS, 8), nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 2))
     assert output_layers(residual) == ["2"]
     normed = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(INPUTS, INPUTS)) for _ in range(3)))
@@ -272,37 +221,27 @@ def test_heads_can_be_selected_and_are_checked() -> None:
     with pytest.raises(ValueError, match="heads='tail' selects nothing"):
         mt.deep_ensemble(model, 2, init="heads", heads="tail")
     model.head.requires_grad_(False)
-    with pytest.raises(ValueError, match="heads: 'head' must have weights that are trained, and all are frozen"):
+    with pytest.raises(ValueError, match="heads must have trainable weights, and those of 'head' are frozen"):
         mt.deep_ensemble(model, 2, init="heads")
 
 
 def test_heads_that_cannot_be_found_are_asked_for() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out, self.body = nn.Embedding(9, 4), nn.Linear(4, 2), nn.Linear(4, 4)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.out(self.body(self.words(tokens).mean(1)))
-
-    with pytest.raises(ValueError, match=r"heads must be given, which says which layers of model \(Odd\) give"):
-        mt.deep_ensemble(Odd(), 2, init="heads")
-    assert output_layers(Odd(), example=torch.zeros(2, 3, dtype=torch.long)) == ["out"]
+    odd = Of(
+        lambda net, tokens: net.out(net.body(net.words(tokens).mean(1))),
+        words=nn.Embedding(9, 4), out=nn.Linear(4, 2), body=nn.Linear(4, 4),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"cannot find the output layers of model \(Of\).*heads="):
+        mt.deep_ensemble(odd, 2, init="heads")
+    assert output_layers(odd, example=torch.zeros(2, 3, dtype=torch.long)) == ["out"]
 
 
-def test_a_head_that_shares_its_weight_with_the_backbone_is_not_drawn_anew() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.there, self.back = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, INPUTS)
-            self.back.weight = self.there.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.back(F.relu(self.there(x)))
-
-    with pytest.raises(ValueError, match="heads: 'back' would be drawn anew, and with it 'weight' of layer 'there'"):
-        mt.deep_ensemble(Tied(), 2, init="heads")
-    net = mt.deep_ensemble(Tied(), 2, seed=0)
+def test_a_head_that_shares_its_weight_with_the_backbone_is_not_reinitialized() -> None:
+    parts = {"there": nn.Linear(INPUTS, INPUTS), "back": nn.Linear(INPUTS, INPUTS)}
+    parts["back"].weight = parts["there"].weight
+    tied = Of(lambda net, x: net.back(F.relu(net.there(x))), **parts)
+    with pytest.raises(ValueError, match="heads: 'back' would get new weights, and so would 'weight' of layer 'there'"):
+        mt.deep_ensemble(tied, 2, init="heads")
+    net = mt.deep_ensemble(tied, 2, seed=0)
     assert all(member.back.weight is member.there.weight for member in net.network)
     assert not torch.equal(net.member(0).back.weight, net.member(1).back.weight)
 
@@ -340,20 +279,15 @@ SAME: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "frozen": (
         lambda: mt.deep_ensemble(Net().requires_grad_(False), 3),
-        "no rule draws a parameter of model anew, so all members would be the same network.*a function that builds",
+        "no parameter that its layers reinitialize, so all members would be the same.*a function that builds",
     ),
-    "no rule": (lambda: quietly(lambda: mt.deep_ensemble(Alone(), 2)), "no rule draws a parameter of model anew"),
-    "factory": (lambda: mt.deep_ensemble(zeros, 2), "model builds the same network every time"),
+    "no rule": (lambda: quietly(lambda: mt.deep_ensemble(alone(), 2)), "no parameter that its layers reinitialize"),
+    "factory": (lambda: mt.deep_ensemble(zeros, 2), "model builds the same network in every call"),
 }  # fmt: skip
 
 
-class Alone(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(INPUTS, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+def alone() -> nn.Module:
+    return Of(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.randn(INPUTS, CLASSES)))
 
 
 def zeros() -> nn.Module:
@@ -370,7 +304,7 @@ def test_members_that_would_stay_one_network_are_refused(case: str) -> None:
         make()
 
 
-def test_members_that_differ_by_perturbation_or_by_draws_are_not() -> None:
+def test_members_that_differ_by_perturbation_or_by_draws_are_accepted() -> None:
     assert mt.deep_ensemble(Net(), 1, init="pretrained").members == 1
     moved = mt.deep_ensemble(Net(), 2, init="pretrained", perturb=0.01)
     assert not torch.equal(*every(moved, "head.weight"))
@@ -393,17 +327,11 @@ def test_ensembles_of_ensembles_are_drawn_anew_member_by_member() -> None:
 
 
 def test_finding_the_output_layers_leaves_nothing_behind() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-            self.register_buffer("steps", torch.zeros(()))
+    def count(net: Any, x: Tensor) -> Tensor:
+        net.steps += 1
+        net.hidden = net.body(x)
+        return net.head(net.hidden)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.steps += 1
-            self.hidden = self.body(x)
-            return self.head(self.hidden)
-
-    network = Counting()
+    network = Of(count, body=nn.Linear(3, 4), head=nn.Linear(4, 2), steps=0)
     assert output_layers(network, example=torch.ones(2, 3)) == ["head"]
-    assert int(network.steps) == 0 and not hasattr(network, "hidden")
+    assert network.steps == 0 and not hasattr(network, "hidden")

@@ -13,6 +13,7 @@ import multitudes as mt
 from multitudes.surgery.narrowing.cuts import GroupedLinear
 from multitudes.surgery.narrowing.huggingface_configs import narrowed_config
 from multitudes.surgery.narrowing.narrow import narrowed_copy
+from tests.surgery.test_narrow_attention import rows_of
 from tests.surgery.transformer_networks import MODELS, STRANGE, Beside, build, hugging_face
 
 transformers = pytest.importorskip("transformers")
@@ -70,10 +71,6 @@ def test_every_runner_is_right(name: str) -> None:
 
 
 # -- which weights -----------------------------------------------------------------------------------------
-
-
-def rows_of(small: torch.Tensor, whole: torch.Tensor) -> list[int]:
-    return [int((whole == row).all(1).nonzero()) for row in small]
 
 
 def test_a_narrow_gpt_without_norms_is_the_model_with_the_other_heads_and_channels_at_zero() -> None:
@@ -184,7 +181,7 @@ def test_a_frozen_trunk_is_kept_whole_and_one_that_is_frozen_in_part_is_refused(
     assert member.trunk.config.hidden_size == 32 and member.hidden.out_features == 10
     model, _ = build("vit")
     model.vit.embeddings.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"has frozen parameters \('vit.embeddings.cls_token' is one\)"):
+    with pytest.raises(ValueError, match=r"has frozen parameters, such as 'vit.embeddings.cls_token'"):
         mt.packed(model, 2, 1, example=x)
 
 
@@ -236,20 +233,9 @@ def test_the_last_layer_of_a_mobile_network_is_narrowed_with_the_others() -> Non
 
 
 @pytest.mark.parametrize("name", ["vit", "bert"])
-def test_training_reduces_the_loss_and_the_members_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
+def test_members_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model, x = build(name)
-    net, y = mt.packed(model, 2, 1, example=x, seed=0), torch.tensor([0, 1, 2])
-    net.runner = "loop"
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = net.loss(x, y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
+    net = mt.packed(model, 2, 1, example=x, seed=0)
     again = mt.load(mt.save(net, tmp_path / "net.safetensors"), build(name)[0])
     assert again.member(1).config.hidden_size == 16
     with torch.no_grad():
@@ -265,18 +251,6 @@ def test_gamma_groups_the_layers_of_a_built_model() -> None:
     assert "gamma 2" in net.notes["vit.layers.0.mlp.fc1"]
 
 
-def test_heads_that_do_not_divide_are_rounded_up_and_told() -> None:
-    model = hugging_face(
-        "ViTForImageClassification", "ViTConfig",
-        {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 64, "image_size": 32,
-         "patch_size": 8, "num_labels": 5},
-    )  # fmt: skip
-    net = mt.packed(model, 2, 1, example={"pixel_values": torch.randn(2, 3, 32, 32)})
-    config = net.member(0).config
-    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (32, 2, 32)
-    assert net.notes["vit.layers.0.attention.q_proj"] == "32 -> 32, 3 heads -> 2, rounded up from 1.5, gamma 1"
-
-
 def test_a_model_whose_channels_cannot_be_followed_is_fresh_by_its_configuration_and_refused_with_its_weights() -> None:
     config = {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64, "vocab_size": 50, "num_labels": 5}
     model = hugging_face("XLNetForSequenceClassification", "XLNetConfig", {**config, "pad_token_id": 0})
@@ -284,7 +258,8 @@ def test_a_model_whose_channels_cannot_be_followed_is_fresh_by_its_configuration
     member = mt.packed(model, 2, 1, example=x).member(0)
     assert (member.config.d_model, member.config.n_head, member.config.d_head) == (16, 2, 8)
     with pytest.raises(
-        ValueError, match=r"mixed on their way by einsum in layer '.*rel_attn' \(XLNetRelativeAttention\)"
+        ValueError,
+        match=r"channels are mixed before layer '.*' by einsum in layer '.*rel_attn' \(XLNetRelativeAttention\)",
     ):
         mt.packed(model, 2, 1, example=x, init="pretrained")
 
@@ -297,9 +272,9 @@ def test_a_function_of_the_width_packs_what_cannot_be_followed() -> None:
         return hugging_face("FNetForSequenceClassification", "FNetConfig", sizes | {"vocab_size": 50, "num_labels": 5})
 
     x = {"input_ids": torch.randint(5, 50, (2, 7))}
-    with pytest.raises(ValueError, match=r"mixed on their way.*packed\(build, \.\.\.\), where build\(width\)"):
+    with pytest.raises(ValueError, match=r"channels are mixed before.*packed\(build, \.\.\.\), where build\(width\)"):
         mt.packed(build(1.0), 2, 1, example=x, init="pretrained")
-    with pytest.raises(ValueError, match="builds the same network every time"):  # `hugging_face` sets a seed
+    with pytest.raises(ValueError, match="builds the same network in every call"):  # `hugging_face` sets a seed
         mt.packed(build, 2, 1, example=x)
     seeds = iter(range(9))
 

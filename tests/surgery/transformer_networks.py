@@ -12,17 +12,10 @@ Inputs = dict[str, Tensor]
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "num_labels": 5}
 _TEXT = {"vocab_size": 100, "max_position_embeddings": 16, "pad_token_id": 0}
+_PAD = {"pad_token_id": 0}
 _IMAGE = {"image_size": 32, "patch_size": 8}
 _LLAMA = {**_SIZES, "num_key_value_heads": 2, **_TEXT}
-_GPT = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 100,
-    "n_positions": 16,
-    "num_labels": 5,
-    "pad_token_id": 0,
-}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "num_labels": 5, "vocab_size": 100, **_PAD}
 _SWIN = {
     "image_size": 32, "patch_size": 2, "embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6], "window_size": 4,
     "num_labels": 5,

@@ -13,36 +13,51 @@ from torch._C._functorch import is_batchedtensor
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from multitudes.ensemble.unreadable import unreadable
-from multitudes.networks.calls import InputError, evaluating
+from multitudes.networks.calls import InputError, evaluating, tensors_in
 from multitudes.networks.stochastic import Draw, stochastic_layers
+from multitudes.networks.trace import asks
 from multitudes.networks.views import RUNNING
 from multitudes.networks.vmap import AtOnce
 
 
+class _Placeholder(Tensor):
+    """A tensor without values, in place of one that differs between members."""
+
+    reason: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "type") or asks(name):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
+        raise InputError(next((t.reason for t in given if isinstance(t, _Placeholder)), "a tensor cannot be read"))
+
+
 class MemberLayer(nn.Module):
-    """A user's layer that treats the rows of each member in its own way (see `SharedMembers`)."""
+    """A wrapper of a user's layer that computes something else for each member (see `SharedMembers`)."""
 
     wraps = "layer"
-    """The child that is the user's own layer, which this layer replaces."""
+    """Name of the child that is the user's layer."""
 
     batched = False
-    """True where all members run by one batched product, which is faster than M products while it fits the caches."""
+    """True if one batched product runs all members, which is faster than M products while it fits the caches."""
 
     tiles = True
-    """True where it takes the rows of all members as one batch, `[M*B, ...]`."""
+    """True if it takes the rows of all members as one batch, `[M*B, ...]`."""
 
     member: int | None = None
-    """The member that runs, in a view that is one member; None for all members."""
+    """The member that runs, in the view of one member; else None."""
 
     in_view = False
-    """True for a layer of a view of the network (see `views.py`)."""
+    """True in a view of the network (see `views.py`)."""
 
     vmapped = False
-    """True in a view in which all members run under vmap."""
+    """True in a view that runs all members under vmap."""
 
     untiled = False
-    """True in a view whose rows are tiled by this layer: its input is `[B, ...]`, the same for all members."""
+    """True in a view in which this layer tiles the rows: its input is `[B, ...]`, the same for all members."""
 
     def __init__(self, layer: nn.Module, members: int, axis: int = -1) -> None:
         """Wrap a layer whose channels are on `axis` of x, counted from the last."""
@@ -50,10 +65,10 @@ class MemberLayer(nn.Module):
         self.layer = layer
         self.members = members
         self.axis = axis
-        self.place = ""  # its name in the network
+        self.place = ""  # name in the network
 
     def __getattr__(self, name: str) -> Any:
-        """Return the layer's plain settings (`stride`, `in_features`), which networks may read; never its tensors."""
+        """Return the layer's settings (`stride`, `in_features`), but not its tensors."""
         special = name == "layer" or name.startswith("__")  # such as `__deepcopy__` of parametrized layers
         if not special and "layer" in self.__dict__.get("_modules", {}):
             setting = getattr(self.layer, name, None)
@@ -63,28 +78,33 @@ class MemberLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight's shape, dtype and device, for networks that read them; computing with it is an error."""
-        with evaluating(self.layer), torch.no_grad():  # in training, what computes a weight may move its buffers
-            return self._asked("weight", self.layer.weight)
+        """A placeholder with the weight's shape, dtype and device; computing with it is an error."""
+        with evaluating(self.layer), torch.no_grad():  # in training, computing a weight may change buffers
+            return self._placeholder("weight", self.layer.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The same for the bias; None if the layer has none."""
+        """A placeholder for the bias; None if the layer has none."""
         bias = self._bias()
-        return self._asked("bias", bias) if isinstance(bias, Tensor) else bias
+        return self._placeholder("bias", bias) if isinstance(bias, Tensor) else bias
 
     def _bias(self) -> Any:
         return getattr(self.layer, "bias", None)
 
-    def _asked(self, name: str, tensor: Any) -> Tensor:
-        return unreadable(
-            tensor,
-            f"the network computes with the {name} of {self._named()} instead of calling the layer, so that its "
-            "members could not be told apart: leave it out by layers=",
+    def _placeholder(self, name: str, tensor: Any) -> Tensor:
+        """Return a tensor of NaNs of the same shape, dtype and device that refuses to compute, except in graphs."""
+        values = tensor.detach().new_full((), torch.nan).expand(tensor.shape)
+        if torch.compiler.is_compiling():
+            return values
+        placeholder = values.as_subclass(_Placeholder)
+        placeholder.reason = (
+            f"the network computes with the {name} of {self._named()} instead of calling the layer, so all members "
+            "would use the same values: exclude the layer by layers="
         )
+        return placeholder
 
     def own_parameters(self) -> list[str]:
-        """The names of the parameters that hold one tensor for each member, `[M, ...]`."""
+        """Return the names of the parameters that hold one tensor per member, `[M, ...]`."""
         return [name for name, parameter in self._parameters.items() if parameter is not None]
 
     def fold(self, index: int) -> nn.Module:
@@ -92,36 +112,36 @@ class MemberLayer(nn.Module):
         raise NotImplementedError
 
     def as_member(self, index: int) -> dict[str, Any]:
-        """Return the attributes of this layer in the view that is one member."""
+        """Return this layer's attributes in the view of one member."""
         return {"member": index, "in_view": True}
 
     def as_all(self) -> dict[str, Any]:
-        """Return the attributes of this layer in the view in which all members run under vmap."""
+        """Return this layer's attributes in the view that runs all members under vmap."""
         return {"in_view": True, "vmapped": True}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            is_view, learns, lane, late = RUNNING.get()
+            is_view, learns, vmap, late = RUNNING.get()
             if is_view and not self.in_view:
                 raise InputError(
-                    f"{self._named()} is called by way of an object that is no module of the network, where its "
-                    "members cannot be told apart: leave it out by layers=, or make it a submodule of what calls it"
+                    f"{self._named()} is called through an object that is not a module of the network, so the member "
+                    "is unknown: exclude the layer by layers=, or make it a submodule of its caller"
                 )
-            if self.vmapped and lane is None:
+            if self.vmapped and vmap is None:
                 raise InputError(
-                    f"{self._named()} runs again outside of its network's forward, which members cannot share"
+                    f"{self._named()} runs again outside of its network's forward, where members cannot be batched"
                 )
             if late is not None:
                 if self.untiled == bool(late):
                     raise InputError(f"{self._named()} runs in another order than before")
                 late += [self] if self.untiled else []
             if learns and not torch.is_grad_enabled() and (given := checkpointed()) is not None:
-                if lane is not None:
+                if vmap is not None:
                     raise InputError(f"{self._named()} runs inside torch.utils.checkpoint with use_reentrant=True")
                 if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
                     raise InputError(
-                        f"{self._named()} would not learn: no input of the part that torch.utils.checkpoint runs with "
-                        "use_reentrant=True needs a gradient; pass use_reentrant=False, or x.requires_grad_()"
+                        f"{self._named()} would not learn: it runs in torch.utils.checkpoint with use_reentrant=True, "
+                        "and no input of that requires a gradient; pass use_reentrant=False, or x.requires_grad_()"
                     )
         return super().__call__(*args, **kwargs)
 
@@ -130,14 +150,14 @@ class MemberLayer(nn.Module):
         return f"layer {self.place!r} ({kind})" if self.place else f"a {kind}"
 
     def _changes_weight(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether it is faster to change the weight for each member than x: on a CPU, if it is smaller.
+        """Return whether to change the weight per member instead of x: on a CPU, if the weight is smaller.
 
-        On a GPU one large product is faster than one for each member, and takes more memory (`benchmarks/README.md`).
-        Where the layer has hooks, they see what each member's own layer sees.
+        On a GPU one large product is faster than M products, and takes more memory (`benchmarks/README.md`). A layer
+        with hooks runs once per member.
         """
-        if self.layer._forward_hooks or self.layer._forward_pre_hooks:
+        if self.layer._forward_hooks or self.layer._forward_pre_hooks:  # inline: this is a hot path
             return True
-        if x.dim() == 2:  # one product of all rows is faster than one for each member, however many rows there are
+        if x.dim() == 2:  # one product of all rows is faster than one per member
             return False
         rows = 1 if self.vmapped or self.member is not None else self.members
         return not x.is_cuda and weight.numel() * rows < x.numel()
@@ -149,9 +169,9 @@ class MemberLayer(nn.Module):
     # -- all members -------------------------------------------------------------------------------------
 
     def _all(self, function: Callable[..., Tensor], *tensors: Tensor, made: bool = False) -> Tensor:
-        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to this layer's tensors.
+        """Apply a function of all members' rows, `[M, B, ...] -> [M, B, ...]`, to tensors `[M*B, ...]` or `[B, ...]`.
 
-        They are `[M*B, ...]`, or untiled `[B, ...]`. Tensors that this layer has `made` are always tiled.
+        Tensors that this layer has `made` are always tiled.
         """
         if self.vmapped:
             members = self._at_once()
@@ -163,26 +183,26 @@ class MemberLayer(nn.Module):
             tiled = made or not self.untiled
             if tiled and (x.dim() <= -self.axis or x.shape[0] % self.members):
                 raise ValueError(
-                    f"a {type(self.layer).__name__} that tells {self.members} members apart got an input of shape "
-                    f"{list(x.shape)}, whose first axis does not hold the rows of each member one after the other"
+                    f"a {type(self.layer).__name__} of {self.members} members got an input of shape {list(x.shape)}, "
+                    "whose first axis does not hold the rows of one member after the other"
                 )
             rows.append(x.unflatten(0, (self.members, -1)) if tiled else x.expand(self.members, *x.shape))
         return function(*rows).flatten(0, 1)
 
     def _at_once(self) -> AtOnce:
         """Return the members that run under vmap."""
-        lane = RUNNING.get().lane
-        assert lane is not None
-        return lane.enter()
+        vmap = RUNNING.get().vmap
+        assert vmap is not None
+        return vmap.enter()
 
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Apply each member's `own` layer, a function of its number, to its rows."""
+        """Apply `own`, a function of a member's number and rows, for each member."""
         if self.member is not None:
             return own(self.member, x)
         return self._all(lambda rows: torch.stack([own(index, each) for index, each in enumerate(rows)]), x)
 
     def _by_member(self, function: Callable[..., Tensor], x: Tensor, *values: Tensor, made: bool = False) -> Tensor:
-        """Apply a function to the rows of x `[..., C, ...]` and their member's own of `values [M, C]`, in x's dtype."""
+        """Apply a function to x `[..., C, ...]` and the `values [M, C]` of each row's member, in x's dtype."""
         shape = [1] * x.dim()
         shape[self.axis] = -1
         if self.member is not None:
@@ -191,9 +211,9 @@ class MemberLayer(nn.Module):
         return self._all(lambda rows: function(rows, *own), x, made=made)
 
     def _separately(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function of a member's number and its own arguments for each member, whatever it takes and gives."""
+        """Run a function of a member's number and arguments once per member, for any arguments and results."""
         if not self.vmapped:
-            raise ValueError(f"{self._named()} cannot tell its members' rows apart in one batch")
+            raise ValueError(f"{self._named()} cannot run the rows of all members as one batch")
 
         members = self._at_once()
 
@@ -204,7 +224,7 @@ class MemberLayer(nn.Module):
 
         parts = [part(index) for index in range(self.members)]
         draw = next((layer.draw for layer in stochastic_layers(self) if isinstance(layer.draw, Draw)), Draw())
-        numbers = members.whole(draw.index)  # of the random source of each member
+        numbers = members.whole(draw.index)  # the random source of each member
         answers = []
         with members.outside():
             for index, (own, named) in enumerate(parts):
@@ -218,9 +238,9 @@ def _joined(members: AtOnce, *parts: Any) -> Any:
 
 
 def checkpointed() -> tuple[Any, ...] | None:
-    """Return the arguments of torch's outermost reentrant checkpoint that is running; None outside of all.
+    """Return the arguments of the outermost running reentrant checkpoint; None outside.
 
-    Where no argument needs a gradient, nothing inside gets one, and torch shows no more than a warning.
+    If no argument requires a gradient, nothing inside gets one, and torch only warns.
     """
     frame: Any = sys._getframe()
     given = None

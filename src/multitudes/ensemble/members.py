@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.draws.functional_noise import find_noise
-from multitudes.ensemble.kl_terms import Divergence
 from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.ensemble.runners.independent import RUNNERS, IndependentRunners
 from multitudes.networks.architecture import equal, of_one_architecture, own_parameters, share_frozen, shared_parameters
@@ -25,18 +24,21 @@ from multitudes.tasks import Criterion
 class Members(Multitude):
     """M networks of one architecture that share no weight.
 
-    Each member is a plain network: `net.member(i)` is a module of the user's own class with its own parameters, buffers
-    and attributes. `state_dict()` and `named_parameters()` prefix its names with its number. Parameters that were
-    frozen and equal when the networks were combined are one tensor that all members use.
+    `net.member(i)` is a module of the user's own class with its own parameters, buffers and attributes. `state_dict()`
+    and `named_parameters()` prefix names with the number of the member. Members share the parameters that were frozen
+    and equal when the networks were combined.
 
-    `net.runner` selects how members run: `"loop"`, one after the other; `"packed"`, with their channels side by side in
-    grouped layers; `"vmapped"`, by the network's own code for all members at once, under `torch.vmap`. `"auto"`, the
-    default, selects what is usually the fastest on the device for networks of this kind and size
+    `net.runner` selects how members run: `"loop"`, one after the other; `"packed"`, channels side by side in grouped
+    layers; `"vmapped"`, under `torch.vmap`; or `"auto"`, the default, the runner that is usually the fastest
     (`ensemble/runners/selection.py`).
+
+    Args:
+        networks: The members, of one architecture.
+        members: Their number.
     """
 
     independent = True
-    found_anew = (*Multitude.found_anew, "_runners", "_shared")
+    cache_names = (*Multitude.cache_names, "_runners", "_shared")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(nn.ModuleList(of_one_architecture(networks)), members)
@@ -80,7 +82,7 @@ class Members(Multitude):
         return predictions.flatten(0, 1) if self._runners.nested else predictions
 
     def refusal(self, name: str, x: Input) -> str:
-        """Return why a runner cannot run inputs like `x` in the present mode; an empty string if it can."""
+        """Return why a runner cannot run inputs like `x` in the current mode; "" if it can."""
         return self._runners.refusal(name, x)
 
     def _prepare(self, x: Input) -> None:
@@ -104,20 +106,20 @@ class Members(Multitude):
     # -- shared frozen parameters ------------------------------------------------------------------------
 
     def unshare(self) -> Members:
-        """Give each member its own copy of the shared frozen parameters, to train them; return the multitude."""
+        """Give each member its own copy of the shared frozen parameters; return the multitude."""
         own_parameters(list(self.network[1:]), {id(parameter) for _, parameter in self._shared})
         self.forget()
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Members:
-        """Do `nn.Module.requires_grad_`; before shared parameters are trained, give each member its own copy."""
+        """Call `nn.Module.requires_grad_`; before training shared parameters, give each member its own copy."""
         if requires_grad:
             self.unshare()
         super().requires_grad_(requires_grad)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Give each member its own copy of shared parameters that have different values in the state."""
+        """Give each member its own copy of shared parameters whose values differ in the state."""
         different = {
             id(parameter)
             for name, parameter in self._shared
@@ -129,7 +131,7 @@ class Members(Multitude):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Do `nn.Module.load_state_dict`; shared parameters become each member's own where the values differ."""
+        """Call `nn.Module.load_state_dict`; members get their own copies of shared parameters whose values differ."""
         keys = super().load_state_dict(state_dict, strict, assign)
         if assign and self._shared:  # each member got its own parameter, in the same memory
             for member in self.network[1:]:
@@ -141,11 +143,11 @@ class Members(Multitude):
         for name, parameter in self._shared:
             if parameter.requires_grad:
                 raise InputError(
-                    f"parameter {name!r} was frozen, so that all members share it, and now it is to be trained: call "
-                    "net.unshare() before making the optimizer, so that each member trains its own"
+                    f"parameter {name!r} was frozen, so all members share it, and now requires a gradient: call "
+                    "net.unshare() before making the optimizer to give each member its own"
                 )
 
-    # -- the protocol ------------------------------------------------------------------------------------
+    # -- what Multitude asks for -------------------------------------------------------------------------
 
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
@@ -159,14 +161,13 @@ class Members(Multitude):
         """Return the sum of the members' divergences."""
         if not self.divergences:
             return torch.zeros(())
-        each = [_divergence(self.divergences, member, prior) for member in self.network]
-        return torch.stack(each).sum()
+        return torch.stack([term(member, **prior) for member in self.network for term in self.divergences]).sum()
 
     def _member(self, index: int) -> nn.Module:
         return self.network[index]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale each member's gradient to at most `max_norm`, as if it were trained alone; return the norms, `[M]`."""
+        """Scale each member's gradient to at most `max_norm`; return the norms, `[M]`."""
         return torch.stack([nn.utils.clip_grad_norm_(member.parameters(), max_norm) for member in self.network])
 
     def _rows(self) -> Iterator[tuple[str, nn.Module, int]]:
@@ -177,27 +178,25 @@ class Members(Multitude):
 
 
 def _all_equal(values: Sequence[Tensor | None]) -> bool:
-    """Return whether the values of one parameter that are present are all equal."""
+    """Return whether the values of a parameter are all missing, or all present and equal."""
     there = [value for value in values if value is not None]
     return all(value is there[0] or equal(there[0], value) for value in there[1:]) and len(there) in (0, len(values))
 
 
-def _divergence(divergences: Sequence[Divergence], network: nn.Module, prior: dict[str, Any]) -> Tensor:
-    return torch.stack([divergence(network, **prior) for divergence in divergences]).sum()
-
-
 def fuse(networks: Sequence[nn.Module], *, task: str | None = None) -> Members:
-    """Combine networks that were built or trained separately into one multitude with exactly their predictions.
+    """Combine separately built or trained networks into one multitude with exactly their predictions.
 
-    The networks must have the same architecture: the same names, shapes, dtypes and settings. They are copied, so that
-    training the multitude does not change them.
+    Args:
+        networks: Networks of one architecture: the same names, shapes, dtypes and settings. They are copied.
+        task: The task of their predictions.
 
-    >>> nets = [nn.Linear(3, 2) for _ in range(4)]
-    >>> net = fuse(nets)
-    >>> net(torch.ones(5, 3)).shape
-    torch.Size([4, 5, 2])
-    >>> torch.equal(net.member(2).weight, nets[2].weight)
-    True
+    Example:
+        >>> nets = [nn.Linear(3, 2) for _ in range(4)]
+        >>> net = fuse(nets)
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([4, 5, 2])
+        >>> torch.equal(net.member(2).weight, nets[2].weight)
+        True
     """
     networks = list(networks)
     if not networks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from multitudes.draws.adaptive import predict_adaptively
 from multitudes.draws.engine import Draws, Run, check_called
 from multitudes.draws.functional_noise import find_noise, noise_to_find, to_be_kept
-from multitudes.ensemble.kl_terms import Divergence
 from multitudes.networks.calls import (
     Input,
     InputError,
@@ -43,32 +42,54 @@ from multitudes.tasks.predictive import Predictive
 REACH = "(reach)"
 """The key of the note about the share of the network that a method reaches."""
 
+Divergence = Callable[..., Tensor]
+"""`(network, **prior) -> scalar`: the Kullback-Leibler term of a variational objective."""
+
+DIVERGENCES: dict[str, Divergence] = {}
+"""Registered divergences by module and name; files can name no other function."""
+
+F = TypeVar("F", bound=Divergence)
+
+
+def divergence(function: F) -> F:
+    """Register a function of a module as a divergence (decorator)."""
+    DIVERGENCES[divergence_name(function)] = function
+    return function
+
+
+def divergence_name(function: Divergence) -> str:
+    """Return the name under which a divergence is registered."""
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
 
 class Multitude(Tasked):
     """A network that makes many predictions: one per member, or one per draw.
 
-    A multitude shares its network's registries of parameters, buffers and children, so that `state_dict()`,
-    `named_parameters()` and attribute access work as on the user's own network, without a prefix.
+    A multitude shares its network's registries of parameters, buffers and children. So `state_dict()`,
+    `named_parameters()` and attributes have the names of the user's own network, without a prefix. If the network has
+    stochastic layers (see `Stochastic`), evaluation makes `draws` draws of every member, and training `training_draws`.
 
-    If the network has stochastic layers (see `Stochastic`), evaluation makes `draws` draws of every member,
-    member-major, and training `training_draws`. If the network returns several tensors, `output` selects the
-    prediction, by key, attribute, position or a function of the output; copies and conversions keep it.
+    Subclasses implement `_predictions` (one draw of all members) and `_member` (one member alone), and set
+    `independent`.
 
-    Subclasses implement one draw of all members (`_predictions`) and one member alone (`_member`), and set whether
-    members share no weight (`independent`).
+    Args:
+        network: The network to wrap.
+        members: Number of members.
+        output: Key, attribute, position or function that selects the prediction if the network returns several
+            tensors. Copies and conversions keep it.
     """
 
     independent = False
-    """True if the members share no weight. Then each learns from its own loss, and the losses are added."""
+    """True if members share no weight. Each then learns from its own loss, and the losses are added."""
 
-    found_anew: tuple[str, ...] = ("_draw_cache", "_settled", "_last", "_rewrites")
-    """Attributes that are caches; copies and files leave them out."""
+    cache_names: tuple[str, ...] = ("_draw_cache", "_prepared", "_last", "_rewrites")
+    """Names of the caches, which copies and files leave out."""
 
-    _rewrites = False  # True if the network writes into its input, but repeating that changes nothing
-    _settled = False  # whether the network's noise was looked for, and its stochastic layers are known to be called
+    _rewrites = False  # True if the network writes into its input, and writing again changes nothing
+    _prepared = False  # True after `prepare_run`
 
     shares = "network"
-    """The attribute with the module whose registries are shared."""
+    """Name of the attribute whose module shares its registries."""
 
     def __init__(self, network: nn.Module, members: int = 1, *, output: Output | None = None) -> None:
         super().__init__()
@@ -78,7 +99,7 @@ class Multitude(Tasked):
             network = with_output(network, output)
         if not hasattr(network, "training"):
             raise ValueError(
-                "network has no mode, `training`, which torch.jit.freeze takes away: pass it as it was before"
+                "network has no attribute `training`, which torch.jit.freeze removes: pass the network before freezing"
             )
         share_registries(self, network)
         object.__setattr__(self, "network", network)  # registering it would prefix its names
@@ -95,9 +116,9 @@ class Multitude(Tasked):
     network: nn.Module
 
     def forget(self) -> None:
-        """Clear the caches (`found_anew`); running fills them again."""
+        """Clear the caches (`cache_names`)."""
         self._draw_cache = Draws()
-        self._settled = self._rewrites = False
+        self._prepared = self._rewrites = False
         self._last = None
 
     @property
@@ -105,7 +126,7 @@ class Multitude(Tasked):
         """The network whose class, configuration and attributes represent those of the multitude."""
         return self.network
 
-    # -- the four verbs ----------------------------------------------------------------------------------
+    # -- forward, loss, predict, member ------------------------------------------------------------------
 
     def forward(
         self,
@@ -115,11 +136,13 @@ class Multitude(Tasked):
         seed: int | None = None,
         memory: str | float | None = None,
     ) -> Tensor:
-        """Predict, `[B, ...] -> [S, B, ...]`, with S = `members`, times the draws if layers draw.
+        """Predict, `[B, ...] -> [S, B, ...]`, member-major, with S = `members`, times `draws` if layers draw.
 
-        `draws=0` is deterministic: expectations instead of draws, one prediction per member. A `seed` makes the draws
-        repeatable for any `memory`, and leaves torch's random state alone. Draws are made in chunks that fit in
-        `memory` (`"2GB"`, or a number of bytes), by default a quarter of what is free.
+        Args:
+            x: A batch of inputs.
+            draws: Draws per member. 0 replaces draws by expectations: one deterministic prediction per member.
+            seed: Makes the draws repeatable, whatever the `memory`. Torch's random state does not change.
+            memory: Largest size of a chunk of draws (`"2GB"`, or bytes); by default a quarter of the free memory.
         """
         if torch.compiler.is_compiling():
             if seed is not None:
@@ -131,8 +154,8 @@ class Multitude(Tasked):
         written = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
         with one_thread(self.network), self._attention():
             try:
-                if not self._settled:
-                    self.settle(x)
+                if not self._prepared:
+                    self.prepare_run(x)
                 predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 raise_about(x, error)
@@ -141,30 +164,30 @@ class Multitude(Tasked):
             self.check_rewrites(x)
         return one_per_input(predictions, x)
 
-    def settle(self, x: Input) -> None:
-        """Prepare the first run: find the noise to keep on, and check that stochastic layers are called."""
-        if self._settled:
+    def prepare_run(self, x: Input) -> None:
+        """Find the noise to keep on and check that stochastic layers are called; needed once."""
+        if self._prepared:
             return
         self._look(x)
         if type(self)._predictions is Multitude._predictions:
             check_called(self.network, x, self._predictions)
-        self._settled = not noise_to_find(self.template)
+        self._prepared = not noise_to_find(self.template)
 
     def check_rewrites(self, x: Input) -> None:
-        """Raise an error if the network writes into its input, unless writing again changes nothing, as for ReLU."""
+        """Raise an error if the network writes into its input, unless it is idempotent (ReLU)."""
         before = mapped(torch.clone, x)
         with unmoved(self.network, x), torch.no_grad():
             self._of_first(x)
         self._rewrites = all(map(torch.equal, tensors_in(before), tensors_in(x)))
         if not self._rewrites:
             raise InputError(
-                "the network writes into its input x in place, so that members and draws would each get another one: "
-                "let its forward begin with x = x.clone()"
+                "the network writes into its input x in place, so members and draws would get different inputs: start "
+                "its forward with x = x.clone()"
             )
 
     @uncompiled
     def _uncompiled(self, x: Input, draws: int | None, seed: int, memory: str | float | None) -> Tensor:
-        """Run outside of compiled graphs, which do not support the random sources of a seed's draws."""
+        """Run outside of compiled graphs, which do not support seeded draws."""
         return self.forward(x, draws=draws, seed=seed, memory=memory)
 
     def loss(
@@ -179,16 +202,22 @@ class Multitude(Tasked):
     ) -> Tensor:
         """Return the training objective, a scalar.
 
-        The task, `net.task` by default, selects the criterion: cross-entropy for classes, tokens and yes/no, mean
-        squared error, the negative log-likelihood of a Gaussian, or the pinball loss of quantiles. A `criterion` for
-        another task is refused. If no task was chosen, targets and predictions must have the shapes of classification.
+        The losses of members that share no weight are added, so that each member learns exactly as it would alone. The
+        losses of members that share weights are averaged. If a member makes several draws, its loss is that of its
+        averaged prediction.
 
-        Members that share no weight are trained on the sum of their own losses, so that each learns exactly as it would
-        alone; members that share weights, on the mean over members. If a member makes several draws, its loss is that
-        of its averaged prediction. With `dataset_size`, the number of training examples N, the method's
-        Kullback-Leibler divergence is added as `kl() / N`: the negative evidence lower bound (ELBO) of one example.
-        With a `weight` for each row, `[B]`, or for each target, in the shape of y, a member's loss is the mean of the
-        targets' losses times their weights.
+        Args:
+            x: A batch of inputs.
+            y: Their targets.
+            criterion: The loss, as a function of predictions and targets. By default the task's: cross-entropy for
+                classes, tokens and yes/no, mean squared error, Gaussian negative log-likelihood, or pinball loss.
+            task: The task; by default `net.task`. If there is none, shapes must be those of classification.
+            dataset_size: Number of training examples N. Adds the method's Kullback-Leibler divergence as `kl() / N`,
+                which gives the negative evidence lower bound (ELBO) of one example.
+            weight: Factors of the losses of rows, `[B]`, or of targets, in the shape of y.
+
+        Raises:
+            ValueError: If the criterion is for another task or does not return one number.
         """
         if not self._targets_checked and not torch.compiler.is_compiling():
             self._warn_of_copies(x, y, task)
@@ -204,7 +233,7 @@ class Multitude(Tasked):
 
     def kl(self, **prior: Any) -> Tensor:
         """Return the divergence from the prior in the method's objective, a scalar; 0 if it has none."""
-        return sum((divergence(self.network, **prior) for divergence in self.divergences), torch.zeros(()))
+        return sum((term(self.network, **prior) for term in self.divergences), torch.zeros(()))
 
     def predict(
         self,
@@ -217,10 +246,17 @@ class Multitude(Tasked):
         tolerance: float = 0.01,
         max_draws: int = 200,
     ) -> Predictive:
-        """Return the joint prediction of members and draws for `x`, in evaluation mode and without gradients.
+        """Return the joint prediction of members and draws, in evaluation mode and without gradients.
 
-        With `draws="auto"` each input is drawn until the standard error of its mean prediction is below `tolerance`, at
-        most `max_draws` times; `Predictive.draws` holds the counts.
+        Args:
+            x: A batch of inputs.
+            task: The task; by default `net.task`.
+            draws: Draws per member. `"auto"` draws for each input until the standard error of its mean prediction is
+                below `tolerance`; `Predictive.draws` holds the counts.
+            seed: Makes the draws repeatable.
+            memory: Largest size of a chunk of draws.
+            tolerance: The standard error at which `"auto"` stops.
+            max_draws: The number of draws at which `"auto"` stops.
         """
         for tensor in tensors_in(x):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -229,14 +265,14 @@ class Multitude(Tasked):
         with evaluating(self), torch.no_grad():
             if draws == "auto":
                 with input_errors(x), plain_attention():
-                    self.settle(x)
+                    self.prepare_run(x)
                     return predict_adaptively(self, x, read, tolerance, max_draws, seed, memory or self.memory)
             return read(self(x, draws=draws, seed=seed, memory=memory))
 
     def member(self, index: int) -> nn.Module:
-        """Return member `index` alone: a plain network of the user's own layer classes, or one that draws."""
+        """Return one member: a plain network of the user's own layer classes, or a multitude if it draws."""
         if not isinstance(index, int) or not 0 <= index < self.members:
-            raise ValueError(f"index must be a member's, 0 to {self.members - 1}, got {index!r}")
+            raise ValueError(f"index must be the number of a member, 0 to {self.members - 1}, got {index!r}")
         alone = self._member(index)
         return Multitude(alone).like(self) if stochastic_layers(alone) or to_be_kept(alone) else alone
 
@@ -253,14 +289,14 @@ class Multitude(Tasked):
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
     ) -> list[Tensor]:
-        """Return the loss of each member, or a single one that is the mean of all."""
+        """Return the loss of each member, or one loss that is their mean."""
         predictions = self(x)
         by_member = predictions.unflatten(0, (self.members, -1))
         objective = self._criterion(criterion, task, predictions, y, averages=by_member.shape[1] > 1)
         return member_losses(objective, by_member, y, weight, not self.independent)
 
     def _prepare(self, x: Input) -> None:
-        """Choose how to run `x`, before its first draw or before compiling; do nothing by default."""
+        """Choose how to run `x`, before its first draw or before compiling."""
 
     def _member(self, index: int) -> nn.Module:
         return copied(self.network)
@@ -301,10 +337,7 @@ class Multitude(Tasked):
 
     @uncompiled
     def find_noise(self, x: Input) -> None:
-        """Run on `x` to find what the network's own code draws in training, if that is to be kept on.
-
-        For frozen noise, find the batch axes too.
-        """
+        """Run on `x` to find what the network's own code draws in training, and the batch axes of frozen noise."""
         with plain_attention():
             self.notes |= find_noise(self.network, x, self._of_first)
 
@@ -317,7 +350,7 @@ class Multitude(Tasked):
         return self._draw_cache.make(run, numbers, seed, memory)
 
     def _count(self, draws: int | None) -> int | None:
-        """Return how many draws to make; None if the network makes none, or is making one."""
+        """Return how many draws to make; None if no layer draws, or during a draw."""
         count = draws
         if count is None:
             count = self.training_draws if self.training else self.draws
@@ -333,7 +366,7 @@ class Multitude(Tasked):
     # -- nn.Module -----------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set settings directly, so that they never clash with the network's names."""
+        """Set settings directly, since the network may have modules of the same names."""
         if isinstance(value, (Tensor, nn.Module)):
             super().__setattr__(name, value)
         else:
@@ -352,11 +385,11 @@ class Multitude(Tasked):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the caches out of copies and pickles, since they refer to the network's own objects."""
-        return {key: value for key, value in vars(self).items() if key not in self.found_anew}
+        return {key: value for key, value in vars(self).items() if key not in self.cache_names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        kept = {name: state[name] for name in self.found_anew if name in state}
+        kept = {name: state[name] for name in self.cache_names if name in state}
         self.forget()
         vars(self).update(kept)
 
@@ -375,7 +408,7 @@ class Multitude(Tasked):
     # -- the rest ----------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """Return a table of the layers (name, class, parameters, changes by the method) and the share it reaches."""
+        """Return a table of the layers (name, class, parameters, changes by the method) and the converted share."""
         rows = [
             (name or "(root)", type(layer).__name__, f"{count:,}", self.notes.get(name, ""))
             for name, layer, count in self._rows()
@@ -400,10 +433,11 @@ class Multitude(Tasked):
             yield name, layer, sum(p.numel() for p in layer.parameters(recurse=False))
 
     def parameter_groups(self, lr: float, **own: float | Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return parameter groups for an optimizer, with learning rates for parameters by their last name.
+        """Return parameter groups for an optimizer: `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`.
 
-        `torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))`; or other options of the optimizer:
-        `net.parameter_groups(lr=3e-3, log_alpha={"lr": 0.1, "betas": (0.9, 0.99)})`.
+        Args:
+            lr: Learning rate of the parameters that `own` does not name.
+            own: By last name of parameters, their learning rate, or a dict of the optimizer's options.
         """
         groups: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *own)}
         for name, parameter in self.named_parameters():
@@ -420,7 +454,7 @@ class Multitude(Tasked):
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def without_draws(self, points: int) -> Multitude | None:
-        """Return a multitude that predicts the same by formula, or from `points` points; None if it needs draws."""
+        """Return a multitude that predicts the same without draws, from `points` points; None if there is none."""
         return None
 
     def like(self, model: nn.Module, task: str | None = None) -> Self:

@@ -1,4 +1,4 @@
-"""A common interface for everything that predicts: multitudes, plain networks, calibrated networks, streams."""
+"""The common interface of everything that predicts: multitudes, plain and calibrated networks, streams."""
 
 from __future__ import annotations
 
@@ -21,25 +21,23 @@ class Predictor(Protocol):
 
 
 class PredictorModule(nn.Module):
-    """A module that predicts with a network, its `net`, but is not itself a network to train or convert."""
+    """A module that predicts with the network `net`, and cannot be trained or converted itself."""
 
     net: Any
 
 
 def predictor(net: Any) -> Predictor:
-    """Wrap a plain network as a multitude of one member; return an object with `predict` unchanged."""
-    if callable(getattr(net, "predict", None)):
-        return net
-    return multitude_of(net)
+    """Return an object with `predict` unchanged; wrap a plain network as a multitude of one member."""
+    return net if callable(getattr(net, "predict", None)) else multitude_of(net)
 
 
 def predicted(net: Predictor, x: Any, **options: Any) -> Predictive:
-    """Predict a batch; raise an error if `net.predict` returns something else than a `Predictive`."""
-    found = net.predict(x, **options)
-    if not isinstance(found, Predictive):
-        kind = type(found).__name__
+    """Predict a batch; raise an error if `net.predict` does not return a `Predictive`."""
+    result = net.predict(x, **options)
+    if not isinstance(result, Predictive):
+        kind = type(result).__name__
         raise ValueError(f"net.predict must give a Predictive, got a {kind}: pass mt.Multitude(net)")
-    return found
+    return result
 
 
 def multitude_of(net: Any) -> Multitude:

@@ -17,7 +17,7 @@ from multitudes.draws.functional_noise import to_be_kept
 from multitudes.ensemble.member_layer import member_layers
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.runners.one_by_one import OneByOne, member_view
-from multitudes.ensemble.runners.selection import SHARED, Use, runners_for
+from multitudes.ensemble.runners.selection import SHARED, Workload, runners_for
 from multitudes.ensemble.runners.side_by_side import SideBySide, Tiled
 from multitudes.networks.calls import Input, InputError, input_errors, tensors_in, tile, use_of
 from multitudes.networks.calls import rows as some_rows
@@ -40,21 +40,21 @@ from multitudes.tasks import Criterion
 
 
 class SharedMembers(Multitude):
-    """Members that share one network's weights: a network some of whose layers differ between members.
+    """Members that share the weights of one network, in which some layers differ between members.
 
-    They run one by one; side by side under vmap, where what comes before the first layer that differs runs once; or
-    tiled in one batch `[M*B, ...]`, member-major. The table in `runners/selection.py` says which are tried, in which
-    order; each is verified on the first input of each kind, and one by one is always right. Batch norms in training
-    take their statistics over all members' rows together.
+    They run one by one; side by side under vmap, from the first layer that differs on; or tiled in one batch
+    `[M*B, ...]`, member-major. The table in `runners/selection.py` lists the runners to try. Each is verified on the
+    first input of each kind; one by one is always right. In training, batch norms compute their statistics over the
+    rows of all members.
     """
 
-    found_anew = (*Multitude.found_anew, "_runners")
+    cache_names = (*Multitude.cache_names, "_runners")
 
     rows = "shared"
-    """The rows that a member trains on: all rows of the batch, "shared", or its own part of them, "own"."""
+    """Rows that a member trains on: all rows of the batch ("shared"), or a part of its own ("own")."""
 
     own_losses = False
-    """Add the members' losses where nothing trained is shared, so that each member learns as it would alone."""
+    """True to add the members' losses if nothing trained is shared, so that each member learns as it would alone."""
 
     def forget(self) -> None:
         super().forget()
@@ -65,7 +65,7 @@ class SharedMembers(Multitude):
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
-        """True with `own_losses` if nothing trainable is shared, for example with a frozen trunk."""
+        """True if `own_losses` is set and nothing trained is shared, for example with a frozen trunk."""
         if not self.own_losses:
             return False
         own = self._own_names()
@@ -73,12 +73,12 @@ class SharedMembers(Multitude):
         return bool(trained) and all(name in own for name in trained)
 
     def _own_names(self) -> set[str]:
-        """The names of the parameters that are each member's own, `[M, ...]`."""
+        """Return the names of the parameters that hold one tensor per member, `[M, ...]`."""
         layers = member_layers(self.network)
         return {f"{name}.{own}" if name else own for name, layer in layers.items() for own in layer.own_parameters()}
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradient to at most `max_norm`; each member's own where nothing that is trained is shared."""
+        """Scale the gradient to at most `max_norm`, per member if nothing trained is shared; return the norm(s)."""
         if not self.independent:
             return super().clip_grad_norm_(max_norm)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]  # each `[M, ...]`
@@ -93,25 +93,21 @@ class SharedMembers(Multitude):
     def _losses(
         self, x: Input, y: Tensor, criterion: Criterion | None, task: str | None, weight: Tensor | None
     ) -> list[Tensor]:
-        """With `rows="own"` return each member's loss on its part of the batch.
-
-        Parts are equally large, one after the other. Where the batch cannot be divided evenly, some of its rows belong
-        to two members.
-        """
+        """With `rows="own"`, return each member's loss on its part of the batch."""
         if self.rows == "shared" or not self.training:
             return super()._losses(x, y, criterion, task, weight)
         parts = self._parts(len(y), y.device)
         with input_errors(x):
-            self.settle(x)
+            self.prepare_run(x)
             divided = x if parts.numel() == len(y) else some_rows(x, parts.flatten())
-            predictions = self._runners.dividing(x).divided(divided)
+            predictions = self._runners.runner_for_own_rows(x).run_own_rows(divided)
         weights = [None] * self.members if weight is None else weight[parts].unbind()
         own_loss = self._criterion(criterion, task, predictions, y[parts[0]]).loss
         each = zip(predictions, y[parts], weights, strict=True)
         return [own_loss(part, target, weight=own) for part, target, own in each]
 
     def _parts(self, rows: int, device: torch.device) -> Tensor:
-        """Return the rows of each member's part of a batch, `[M, ceil(B / M)]`.
+        """Return the rows of each member's part of a batch, `[M, ceil(B / M)]`; parts overlap if M does not divide B.
 
         >>> SharedMembers(nn.Linear(2, 2), 2)._parts(5, torch.device("cpu"))
         tensor([[0, 1, 2],
@@ -121,22 +117,22 @@ class SharedMembers(Multitude):
         return first[:, None] + torch.arange(-(-rows // self.members), device=device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies keep the attributes that each member's code has written."""
+        """Keep the attributes that each member's code has written."""
         return {**super().__getstate__(), "_runners": self._runners}
 
     def train(self, mode: bool = True) -> SharedMembers:
         super().train(mode)
-        if self._runners.one_by_one.views.views:  # a compiled graph cannot look for what has changed
+        if self._runners.one_by_one.views.views:  # compiled graphs cannot check for changes
             self._runners.one_by_one.current()
         return self
 
-    # -- the protocol ------------------------------------------------------------------------------------
+    # -- what Multitude asks for -------------------------------------------------------------------------
 
     def _of_first(self, x: Input) -> Tensor:
         return run(self._runners.one_by_one.current()[0], x)
 
     def _prepare(self, x: Input) -> None:
-        if not self._runners.knows(x):
+        if self._runners.key(x) not in self._runners.known:
             self._runners.choose(x)
 
     def _member(self, index: int) -> nn.Module:
@@ -151,7 +147,7 @@ class SharedMembers(Multitude):
         return member
 
 
-# -- how they run ------------------------------------------------------------------------------------------
+# -- runners -----------------------------------------------------------------------------------------------
 
 Runner = OneByOne | SideBySide | Tiled
 
@@ -160,26 +156,26 @@ _WARNING = "Cannot batch the members of this network ({reason}); running them on
 
 @dataclass(frozen=True)
 class _Work:
-    """Facts about a network, as one run shows them, on which the choice of a runner depends."""
+    """Facts from one run of a network, on which the choice of a runner depends."""
 
     first: str = ""
-    """The first layer that differs between members; empty where a layer draws, or nothing is known."""
+    """The first layer that differs between members; "" if a layer draws, or if unknown."""
     shared: float = 0.0
-    """The share of the multiply-adds that comes before it."""
+    """The share of the multiply-adds before that layer."""
     products: float = inf
-    """Bytes of all members' input of a layer, where all that differ are batched products."""
+    """Bytes of all members' largest layer input, if all layers that differ are batched products."""
     hooked: bool = False
-    """True where hooks see what differs between members."""
+    """True if hooks receive tensors that differ between members."""
     draws: bool = False
-    """True where layers draw random numbers."""
+    """True if layers draw random numbers."""
     branches: bool = False
-    """True where code inspects values of the input."""
+    """True if code inspects values of the input."""
 
 
 class SharedRunners:
-    """The runners of a network whose members share weights, with cached findings about them.
+    """The runners of a network whose members share weights, with a cache of choices and verdicts; not saved.
 
-    Copies keep the attributes that each member's code has written, and how compiled graphs run; nothing is saved.
+    Copies keep the attributes that each member's code has written, and how compiled graphs run.
     """
 
     def __init__(self, network: nn.Module, members: int) -> None:
@@ -190,26 +186,26 @@ class SharedRunners:
         self.forget()
 
     def forget(self) -> None:
-        """Clear the findings about inputs."""
+        """Clear the cache."""
         self.known: dict[tuple[int, Hashable], Runner] = {}  # by version and kind of input
-        self.divides = Verdicts()  # whether each member can run on its own rows
+        self.own_rows_verdicts = Verdicts()
         self.warned: set[str] = set()
-        self.divider: tuple[int, SideBySide | Tiled] | None = None  # with the network's version
+        self.own_rows_runner: tuple[int, SideBySide | Tiled] | None = None  # with the network's version
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("known", "divides", "divider", "warned")}
+        return {name: vars(self)[name] for name in ("network", "members", "versions", "one_by_one", "tiles_in_graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.forget()
 
     def run(self, x: Input) -> Tensor:
-        """Run all members, `-> [M, B, ...]`, by the runner for this kind of input, which is chosen once."""
+        """Run all members, `-> [M, B, ...]`, by the runner chosen for this kind of input."""
         if torch.compiler.is_compiling():
             return self._in_graph(x)(x)
-        key = self._key(x)
+        key = self.key(x)
         if key not in self.known and _functorch.peek_interpreter_stack() is not None:
-            return self.one_by_one(x)  # inside the user's own transform nothing can be compared
+            return self.one_by_one(x)  # nothing can be compared inside a user's transform
         runner = self.known[key] if key in self.known else self.choose(x)
         if runner is self.one_by_one:
             return runner(x)
@@ -217,54 +213,49 @@ class SharedRunners:
             return runner(x)
         except torch.OutOfMemoryError:
             raise
-        except FAILURES:  # on this input, as of code that inspects values, or writes what it did not write before
-            predictions = self.one_by_one(x)  # an error where the input does not fit
+        except FAILURES:  # such as code that branches on values or writes attributes for this input only
+            predictions = self.one_by_one(x)  # raises if the input does not fit
             self.known[key] = self.one_by_one
             return predictions
 
-    def knows(self, x: Input) -> bool:
-        """Return whether the runner of inputs like `x` was looked for."""
-        return self._key(x) in self.known
-
-    def dividing(self, x: Input) -> SideBySide | Tiled:
-        """Return a runner that gives each member rows of its own, verified on inputs like `x`."""
+    def runner_for_own_rows(self, x: Input) -> SideBySide | Tiled:
+        """Return a runner that runs each member on its own rows, verified on inputs like `x`."""
         version = self.versions.look()
-        if self.divider is None or self.divider[0] != version:
-            self.divider = version, Tiled(self.network, self.members) if self._tiles() else self._side_by_side()
-        runner = self.divider[1]
+        if self.own_rows_runner is None or self.own_rows_runner[0] != version:
+            runner = Tiled(self.network, self.members) if self._tiles() else self._side_by_side()
+            self.own_rows_runner = version, runner
+        runner = self.own_rows_runner[1]
 
         def find() -> str:
             member = member_view(self.network, 0)
             with running_statistics(self.network):
-                trouble = self._difference(x, runner, divided=True)
-                return trouble or rows_interact(self.network, lambda x: run(member, x).unsqueeze(0), x)
+                reason = self._difference(x, runner, own_rows=True)
+                return reason or rows_interact(self.network, lambda x: run(member, x).unsqueeze(0), x)
 
-        if reason := self.divides.reason(version, self.network, x, find):
-            raise InputError(f"rows='own' needs members that can lie side by side in one batch: {reason}")
+        if reason := self.own_rows_verdicts.reason(version, self.network, x, find):
+            raise InputError(f"rows='own' needs a network that runs the rows of all members in one batch: {reason}")
         return runner
 
     def _tiles(self) -> bool:
-        """Return whether all layers that differ between members take the rows of all as one batch."""
+        """Return whether all layers that differ between members support a tiled batch."""
         return all(layer.tiles for layer in member_layers(self.network).values())
 
     def _side_by_side(self) -> SideBySide:
         return SideBySide(self.network, self.members, self.versions)
 
     def takes_tiled(self, x: Input) -> bool:
-        """Return whether members compute in one batch `[M*B, ...]` what each computes alone."""
+        """Return whether a tiled batch gives the predictions of each member alone."""
         return self._tiles() and not self._difference(x, Tiled(self.network, self.members))
 
-    def _key(self, x: Input) -> tuple[int, Hashable]:
+    def key(self, x: Input) -> tuple[int, Hashable]:
+        """Return the network's version and the kind of input, by which runners are cached."""
         _, kind = use_of(self.network, x)
         first = x if isinstance(x, Tensor) else tensors_in(x)[0]
-        size = len(first).bit_length()  # large and small batches may differ in what pays
+        size = len(first).bit_length()  # the fastest runner depends on the batch size
         return self.versions.look(), (kind, size, self.versions.hooks, torch.is_grad_enabled())
 
     def _in_graph(self, x: Input) -> Runner:
-        """Return the runner while a graph is compiled, when nothing can be compared: the last one in this mode.
-
-        A device that is fastest with one by one needs no look at an eager run.
-        """
+        """Return the runner during compilation, when nothing can be compared: the last one chosen in this mode."""
         if self.network.training not in self.tiles_in_graphs and self._names(x)[0] != "one_by_one":
             self.choose(x)
         return Tiled(self.network, self.members) if self.tiles_in_graphs.get(self.network.training) else self.one_by_one
@@ -272,13 +263,15 @@ class SharedRunners:
     def _names(self, x: Input, **known: Any) -> tuple[str, ...]:
         """Return the names of the runners to try, in order."""
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
-        return runners_for(SHARED, Use(tensors_in(x)[0].device.type, self.network.training, _batch(x), table, **known))
+        return runners_for(
+            SHARED, Workload(tensors_in(x)[0].device.type, self.network.training, _batch(x), table, **known)
+        )
 
     @uncompiled
     def choose(self, x: Input) -> Runner:
-        """Look for the runner of inputs like `x`."""
-        key = self._key(x)
-        runner = self.known[key] = self._found(x)
+        """Choose the runner of inputs like `x`, and cache it."""
+        key = self.key(x)
+        runner = self.known[key] = self._first_correct(x)
         known = {number for number, _ in self.versions.snapshots.values()}
         self.known = {key: old for key, old in self.known.items() if key[0] in known}
         from_the_start = isinstance(runner, Tiled) and not runner.first
@@ -289,17 +282,17 @@ class SharedRunners:
             self.one_by_one.current()  # a compiled graph cannot make its views
         return runner
 
-    def _found(self, x: Input) -> Runner:
-        """Return the first runner that the table names and that computes what each member computes alone."""
+    def _first_correct(self, x: Input) -> Runner:
+        """Return the first runner of the table that gives the predictions of each member alone."""
         if not _batch(x):
             return self.one_by_one
         work = self._work(x)
         names = self._names(x, shared=work.shared, products=work.products)
-        if len(names) > 1 and work.draws and not self.network.training:  # members have random numbers of their own
+        if len(names) > 1 and work.draws and not self.network.training:  # each member draws its own numbers
             names = () if work.hooked else ("side_by_side",)
-        elif len(names) > 1 and work.hooked:  # a hook cannot keep what it sees under vmap
+        elif len(names) > 1 and work.hooked:  # a hook may store tensors, which vmap invalidates
             names = "tiled_late", "tiled", "side_by_side"
-        elif len(names) > 1 and work.branches:  # another branch may let the rows of one batch affect each other
+        elif len(names) > 1 and work.branches:  # rows of one batch may affect each other in another branch
             names = "side_by_side", "tiled_late", "tiled"
         reasons = []
         for name in names:
@@ -320,7 +313,7 @@ class SharedRunners:
         return self.one_by_one
 
     def _work(self, x: Input) -> _Work:
-        """Run the first member once, to see when it calls the layers that differ."""
+        """Run the first member once and record when it calls the layers that differ."""
         member = member_view(self.network, 0)
         layers = member_layers(member)
         drawing = {name for name, module in member.named_modules() if isinstance(module, Stochastic)}
@@ -350,18 +343,17 @@ class SharedRunners:
 
     # -- verification ------------------------------------------------------------------------------------
 
-    def _difference(self, x: Input, runner: SideBySide | Tiled, divided: bool = False) -> str:
-        """Describe how members in one run differ from the first and the last one alone; "" if they agree.
+    def _difference(self, x: Input, runner: SideBySide | Tiled, own_rows: bool = False) -> str:
+        """Describe how the first or the last member differs from itself alone; "" if they agree.
 
-        A batch of one row is verified as two rows too, since all lengths are the same for one row. With `divided`,
-        members get their own rows, which are the same here.
+        A batch of one row is also verified as two rows, since one row hides errors of broadcasting.
         """
         if _batch(x) == 1:
             twice = some_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
-            if reason := self._difference(twice, runner, divided):
+            if reason := self._difference(twice, runner, own_rows):
                 return reason
         few = sorted({0, self.members - 1})
-        trial: SideBySide | Tiled = SideBySide(self.network, self.members)  # its own, to keep what code writes
+        trial: SideBySide | Tiled = SideBySide(self.network, self.members)  # a new one: code may write attributes
         if isinstance(runner, Tiled):
             trial = Tiled(self.network, self.members, runner.first)
         with running_statistics(self.network):
@@ -370,7 +362,7 @@ class SharedRunners:
             def fast(x: Input) -> Tensor:
                 if isinstance(trial, Tiled):
                     return trial(x)
-                return trial.divided(tile(x, self.members)) if divided else trial(x)
+                return trial.run_own_rows(tile(x, self.members)) if own_rows else trial(x)
 
             def layer() -> str:
                 part = partial(_own_rows, few[-1], self.members)
@@ -382,14 +374,14 @@ class SharedRunners:
             named = layer if isinstance(trial, Tiled) else None
             learns = torch.is_grad_enabled()
             reason = difference(self.network, x, lambda x: fast(x)[few], plain, gradients=learns, layer=named)
-            if not reason and isinstance(trial, Tiled):  # members' rows are nearly equal, and hide what mixes them
+            if not reason and isinstance(trial, Tiled):  # members' rows are nearly equal, which hides mixing
                 reason = rows_interact(self.network, lambda x: run(alone[0], x)[None], x)
-        # Torch can take no such gradient through a reentrant checkpoint, where rows are tiled as they are outside.
+        # A reentrant checkpoint does not support this comparison; inside it, rows are tiled as outside.
         return "" if named is not None and "use_reentrant" in reason else reason
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks that may keep what they see: those of weight norms keep nothing."""
+    """Return whether a module has hooks, except those that compute weights."""
     return bool(module._forward_hooks) or len(module._forward_pre_hooks) > len(computing_hooks(module))
 
 

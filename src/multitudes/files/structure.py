@@ -18,9 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from multitudes.draws.functional_noise import kept_class, own_class
-from multitudes.ensemble.kl_terms import DIVERGENCES, name_of
 from multitudes.ensemble.members import Members
-from multitudes.ensemble.multitude import Multitude, plain
+from multitudes.ensemble.multitude import DIVERGENCES, Multitude, divergence_name, plain
 from multitudes.files.attribute_values import check_held, held_by, lazy_hooks
 from multitudes.networks.copies import copied, share_registries
 from multitudes.networks.settings import FOUND_ANEW
@@ -109,7 +108,7 @@ def _shared(module: nn.Module) -> Any:
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
     """Return a node's plain settings, and references for those that are taken from the user's network."""
     shares = str(getattr(type(module), "shares", None))
-    beside = {*module.found_anew, "divergences"} if isinstance(module, Multitude) else set()
+    beside = {*module.cache_names, "divergences"} if isinstance(module, Multitude) else set()
     skipped = {*_REGISTRIES, shares, *beside}  # caches, and attributes that are saved separately
     settings, others = {}, []
     for key, value in vars(module).items():
@@ -163,7 +162,7 @@ def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
 def _encoded_function(function: Callable[..., Tensor]) -> Node:
     own = function.func if isinstance(function, partial) else function
     keywords = function.keywords if isinstance(function, partial) else {}
-    name = name_of(own)
+    name = divergence_name(own)
     if DIVERGENCES.get(name) is not own:
         raise ValueError(
             f"net.divergences holds a function of your own ({name}), which a file cannot hold: save the network with "

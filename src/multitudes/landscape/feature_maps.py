@@ -99,7 +99,7 @@ def _execution(network: nn.Module, x: Input, chosen: set[str] | None, seed: int,
             raise ValueError(f"layers: {name!r} ({type(layer).__name__}) gives no feature map [B, C, ...]")
 
     if isinstance(network, Multitude):
-        network.settle(x)  # its runs must not be recorded
+        network.prepare_run(x)  # its runs must not be recorded
     kinds = tuple({type(module) for module in _inner(network).modules()})
     with hooked(_inner(network), kinds, record), evaluating(network), plain_attention():
         if isinstance(network, Multitude):

@@ -27,9 +27,9 @@ from multitudes.networks.calls import evaluating
 from multitudes.networks.copies import copied
 from multitudes.surgery.affine import SEVERAL, AffineMap, affine_layers, kind_of, select_affine, weight_of
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.initialize import redraw
-from multitudes.surgery.member_affine import AffineMemberLayer, joined
-from multitudes.surgery.observe import tell_reach
+from multitudes.surgery.initialize import reinitialize
+from multitudes.surgery.member_affine import AffineMemberLayer, make_shared_members
+from multitudes.surgery.observe import note_reach
 from multitudes.surgery.own_layers import Own
 from multitudes.surgery.select import Factory, Selector, select
 
@@ -165,7 +165,7 @@ def batch_ensemble(
     apart = {} if own is None else select(model, own, affine_layers(model), "own")
     chosen = {name: layer for name, layer in select_affine(model, layers).items() if name not in apart}
     with start.seeded():
-        model = start.begin(copied(model))
+        model = start.initialize(copied(model))
         converted: dict[str, MemberLayer] = {}
         for name in chosen:
             converted[name] = RankOne(model.get_submodule(name), members, sides)
@@ -178,12 +178,12 @@ def batch_ensemble(
                 )
             anew = start.fresh or (start.mode == "heads" and name in start.heads)
             with evaluating(layer):
-                converted[name] = Own([redraw(copied(layer)) if anew else copied(layer) for _ in range(members)])
+                converted[name] = Own([reinitialize(copied(layer)) if anew else copied(layer) for _ in range(members)])
         drawn.draw([layer for layer in converted.values() if isinstance(layer, RankOne)], not start.fresh)
-    net = joined(SharedMembers, start, model, converted, members, rows, task)
+    net = make_shared_members(SharedMembers, start, model, converted, members, rows, task)
     notes = {name: "each member's own" if name in apart else "a rank-one factor for each member" for name in converted}
-    net.notes = start.noted(notes)
-    tell_reach(net, model, converted, warn=layers is None)
+    net.notes = start.summary_notes(notes)
+    note_reach(net, model, converted, warn=layers is None)
     return net
 
 

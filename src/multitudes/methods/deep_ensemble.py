@@ -56,15 +56,15 @@ def deep_ensemble(
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
-            network = start.begin(copied(start.another()))
+            network = start.initialize(copied(start.next_network()))
             for parameter in network.parameters() if perturb else ():
                 if parameter.requires_grad and parameter.numel() > 1:
                     parameter.data.add_(torch.randn_like(parameter) * parameter.data.std(), alpha=perturb)
             yield network
 
     with start.seeded():
-        net = Members(start.apart(networks(), ways_out), members).like(start.given, task)
-    net.notes = start.noted()
+        net = Members(start.require_distinct(networks(), ways_out), members).like(start.given, task)
+    net.notes = start.summary_notes()
     return net
 
 

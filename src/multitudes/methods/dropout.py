@@ -38,10 +38,19 @@ from multitudes.surgery.affine import (
     select_affine,
     weight_of,
 )
-from multitudes.surgery.downsampling import Run, Step, has_other_path
+from multitudes.surgery.downsampling import LayerCall, LayerTrace, has_other_path
 from multitudes.surgery.insert import after, before
-from multitudes.surgery.observe import cheap_example, example_for, tell_reach
-from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, built, check_model, plain_layer, replace, select
+from multitudes.surgery.observe import example_for, note_reach, usual_example
+from multitudes.surgery.select import (
+    CONVOLUTIONS,
+    Factory,
+    Selector,
+    build_network,
+    check_model,
+    plain_layer,
+    replace,
+    select,
+)
 
 # -- layers ------------------------------------------------------------------------------------------------
 
@@ -211,7 +220,7 @@ def mc_dropout(
     torch.Size([7, 5, 2])
     >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, layers="activation")
     """
-    model = built(model)
+    model = build_network(model)
     network = check_model(model)
     if p is not None:
         check_number("p", p, 0, below=1)
@@ -222,7 +231,7 @@ def mc_dropout(
         raise ValueError(f"p must be given for the dropout that layers={layers!r} inserts")
     rate = None if inserted else p
     kept = existing if inserted else chosen
-    x = _any_example(network, example) if inserted or example is not None else cheap_example(network)
+    x = _any_example(network, example) if inserted or example is not None else usual_example(network)
     stays_on = {n: Dropout(m.p if rate is None else rate, DROPOUTS[type(m)]) for n, m in kept.items()}
     network = replace(network, stays_on)
     if inserted and p is not None:
@@ -280,8 +289,8 @@ def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
     A convolution's block is the smallest enclosing module whose input also reaches its output by another path. A
     projection on that path has the same input as the block's first convolution, and is left out.
     """
-    blocks: dict[str, list[Step]] = {}
-    for seen in Run(network, example).layers:
+    blocks: dict[str, list[LayerCall]] = {}
+    for seen in LayerTrace(network, example).layers:
         if type(seen.module) not in CONVOLUTIONS:
             continue
         tensors = [each for each in reversed(seen.inside) if isinstance(each.input, Tensor)]
@@ -305,14 +314,14 @@ def drop_connect(
     >>> net(torch.ones(5, 3), draws=7).shape
     torch.Size([7, 5, 2])
     """
-    model = built(model)
+    model = build_network(model)
     network = check_model(model)
     check_number("p", p, 0, below=1)
     chosen = select_affine(network, layers)
     connected = {name: DropConnect.of(layer, p) for name, layer in chosen.items()}
     net = Multitude(replace(network, connected)).like(model, task)
     net.notes = {name: f"each weight is dropped with probability {p}" for name in chosen}
-    tell_reach(net, network, chosen, warn=layers is None)
+    note_reach(net, network, chosen, warn=layers is None)
     return net
 
 

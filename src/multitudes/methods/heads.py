@@ -18,10 +18,10 @@ from multitudes.networks.calls import Input
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import stochastic_layers
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.member_affine import joined
+from multitudes.surgery.member_affine import make_shared_members
 from multitudes.surgery.observe import call_order, example_for
 from multitudes.surgery.output_layers import output_layers
-from multitudes.surgery.own_layers import own_parts
+from multitudes.surgery.own_layers import own_member_layers
 from multitudes.surgery.select import Factory, Selector, check_untied
 
 
@@ -60,21 +60,21 @@ def heads(
     check_untied(start.network, names)
     with start.seeded():
         network = copied(start.network)
-        network = start.begin(network) if init == "fresh" else network
-        converted = own_parts(network, names, members, drawn=init != "pretrained")
+        network = start.initialize(network) if init == "fresh" else network
+        converted = own_member_layers(network, names, members, drawn=init != "pretrained")
     own = [parameter for layer in converted.values() for parameter in layer.parameters(recurse=False)]
     same = members > 1 and all(torch.equal(stack[0], stack[1]) for stack in own)
     if same and not stochastic_layers(network):
         raise ValueError(
-            start.same("init=None draws each member's layers anew")
+            start.same_network_error("init=None draws each member's layers anew")
             if init == "pretrained"
             else f"no rule draws {_listed(names)} anew, so all members would be the same network, and stay so: layers= "
             "selects others"
         )
-    net = joined(SharedMembers, start, network, converted, members, rows, task)
+    net = make_shared_members(SharedMembers, start, network, converted, members, rows, task)
     net.own_losses = True
     notes = dict.fromkeys(names, "each member's own" if init == "pretrained" else "each member's own, drawn anew")
-    net.notes = start.noted(notes) if init == "fresh" else notes
+    net.notes = start.summary_notes(notes) if init == "fresh" else notes
     return net
 
 

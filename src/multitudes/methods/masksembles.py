@@ -25,8 +25,8 @@ from multitudes.networks.copies import copied
 from multitudes.surgery.activation_size import keep_scale
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.member_affine import AffineMemberLayer, joined
-from multitudes.surgery.observe import example_for, executed, kinds_left, tell_reach
+from multitudes.surgery.member_affine import AffineMemberLayer, make_shared_members
+from multitudes.surgery.observe import example_for, execution_order, note_reach, unconverted_kinds
 from multitudes.surgery.select import Factory, Selector
 
 
@@ -155,19 +155,19 @@ def masksembles(
         if layers is None and x is not None:
             left = _of_the_data(model, chosen, x)
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
-        model = start.begin(copied(model))
+        model = start.initialize(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
         if members > 1 and all(bool(drawn.all()) for layer in converted.values() for drawn in layer.all_masks()):
             raise ValueError(
                 f"scale={scale!r} shows all inputs to all members, so they would be one network for ever: a larger one "
                 "gives each its own"
             )
-        net = joined(SharedMembers, start, model, converted, members, rows, task)
+        net = make_shared_members(SharedMembers, start, model, converted, members, rows, task)
         if not start.fresh and scale > 1 and x is not None:
             _keep_scale(model, net, x, list(converted))
     seen = {n: ", ".join(f"{int(d[0].sum())} of {d.shape[1]}" for d in m.all_masks()) for n, m in converted.items()}
-    net.notes = start.noted({name: f"each member sees {text} inputs" for name, text in seen.items()})
-    tell_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
+    net.notes = start.summary_notes({name: f"each member sees {text} inputs" for name, text in seen.items()})
+    note_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
 
 
@@ -188,12 +188,12 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
 
 def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:
     """Return the first layer, whose input is the data and must not be masked; nothing if an embedding comes first."""
-    order = executed(model, x, (*chosen, nn.Embedding))
+    order = execution_order(model, x, (*chosen, nn.Embedding))
     if not order or order[0] not in chosen:
         return []
     if len(chosen) == 1:
         first = model.get_submodule(order[0])
-        others = kinds_left(model, chosen)
+        others = unconverted_kinds(model, chosen)
         but = f"; not of a kind that can be: {others}" if others else ""
         raise ValueError(
             f"model ({type(model).__name__}) has only one layer that can be masked, {order[0]!r} "

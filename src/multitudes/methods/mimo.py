@@ -21,7 +21,7 @@ from multitudes.networks.trace import observing
 from multitudes.networks.verification import alike, moved_weights, rows_interact
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.observe import example_for, executed, tell_reach
+from multitudes.surgery.observe import example_for, execution_order, note_reach
 from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, replace
 from multitudes.tasks import Criterion
 
@@ -110,23 +110,25 @@ def mimo(
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
     if repetition == 1 and members > 1 and start.mode == "pretrained":
-        raise ValueError(start.same("init='heads' draws the output layers anew, or repetition is below 1"))
+        raise ValueError(
+            start.same_network_error("init='heads' draws the output layers anew, or repetition is below 1")
+        )
     x = _tensor(example_for(model, example))
     first, last = _ends(model, x)
     _check_trained(model, members, first, last)
     network = _widened(model, members, first, last)
     inputs, outputs = _proven_axes(model, network, members, first, last, x)
     with start.seeded():
-        network = start.begin(network)
+        network = start.initialize(network)
         if start.fresh and not start.redraws:
-            _fill(network, [start.another() for _ in range(members)], first, last)
+            _fill(network, [start.next_network() for _ in range(members)], first, last)
     net = Mimo(network, members, first, last, inputs, outputs)
     net.repetition, net.batch_repetition = repetition, batch_repetition
     net.like(start.given, task)
     ends = {first: [f"takes {members} inputs"]}
     ends.setdefault(last, []).append(f"gives {members} outputs")
-    net.notes = start.noted({name: " and ".join(texts) for name, texts in ends.items()})
-    tell_reach(net, model, ends, x, warn=False)  # all layers between are shared
+    net.notes = start.summary_notes({name: " and ".join(texts) for name, texts in ends.items()})
+    note_reach(net, model, ends, x, warn=False)  # all layers between are shared
     return net
 
 
@@ -184,7 +186,7 @@ def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Modu
 
 def _ends(model: nn.Module, x: Tensor) -> tuple[str, str]:
     """Return the names of the first and last layers that run; these are widened."""
-    order = executed(model, x, affine_layers(model))
+    order = execution_order(model, x, affine_layers(model))
     if not order:
         raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to take its input")
     for name in (order[0], order[-1]):

@@ -26,7 +26,7 @@ from multitudes.networks.calls import Input
 from multitudes.networks.copies import copied
 from multitudes.surgery.initial_weights import Start
 from multitudes.surgery.narrowing.build import Build, build_function, built_at, refuse_options, whole_network
-from multitudes.surgery.narrowing.narrow import narrowed_copy, rescaled, warn_of_whole
+from multitudes.surgery.narrowing.narrow import narrowed_copy, rescale_activations, warn_of_whole
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.select import Factory, Selector
 
@@ -90,23 +90,23 @@ def packed(
     def networks() -> Iterator[nn.Module]:
         x = example_for(start.network, example)
         for index in range(members):
-            whole = start.another()
+            whole = start.next_network()
             if index == 0 or not start.redraws:
                 network, cuts = narrowed_copy(whole, alpha / members, gamma, min_channels, layers, x, start.redraws)
                 notes.update({name: cut.note for name, cut in cuts.items()})
             if index == 0 and alpha < members:
                 warn_of_whole(whole, network, members)
-            yield start.begin(copied(network) if start.redraws else rescaled(network, whole, cuts, x))
+            yield start.initialize(copied(network) if start.redraws else rescale_activations(network, whole, cuts, x))
 
     with start.seeded():
         if build is None:
             ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
-            given = start.apart(networks(), ways_out)
+            given = start.require_distinct(networks(), ways_out)
         else:
             built = built_at(build, alpha / members, members, start.network, example)
-            given = start.apart(built, "set no seed in it")
+            given = start.require_distinct(built, "set no seed in it")
         net = Members(given, members).like(start.given, task)
-    net.notes = start.noted(notes)
+    net.notes = start.summary_notes(notes)
     how = f"gamma {gamma}" if build is None else f"build({alpha / members:g})"
     net.notes["total"] = f"alpha {alpha:g}, {how}, {_size(net, start.network)}"
     return net

@@ -26,10 +26,10 @@ from multitudes.methods.registry import Method, by
 from multitudes.networks.calls import Input, call
 from multitudes.networks.seeds import seeded
 from multitudes.networks.trace import observing
-from multitudes.surgery.downsampling import GLOBAL, MedianPool, Run, Step, downsamplings
+from multitudes.surgery.downsampling import GLOBAL, LayerCall, LayerTrace, MedianPool, downsamplings
 from multitudes.surgery.insert import after, before
 from multitudes.surgery.observe import example_for
-from multitudes.surgery.select import Factory, Selector, built, check_model, replace, select
+from multitudes.surgery.select import Factory, Selector, build_network, check_model, replace, select
 
 KERNELS = ((1,), (1, 1), (1, 2, 1), (1, 4, 6, 4, 1))
 PROBS = ("tanh", "relu6", "scale", "none")
@@ -156,12 +156,12 @@ def smooth(
     >>> [type(layer).__name__ for layer in smooth(model)]
     ['Conv2d', 'ReLU', 'Smooth', 'MaxPool2d', 'Flatten', 'Linear']
     """
-    model = built(model)
+    model = build_network(model)
     _check_plain(model)
     Smooth(kernel, prob, tau, growing)  # check the settings before any work
     with seeded(0):
         example = example_for(model, example)
-        run = Run(model, example)
+        run = LayerTrace(model, example)
         names = _selected(run, layers) if layers is not None else _found(run)
         new = {name: Smooth(kernel, prob, tau, growing) for name in names}
         smoothed = before(model, new, example=example)
@@ -179,7 +179,7 @@ def _check_plain(model: nn.Module) -> None:
         )
 
 
-def _found(run: Run) -> list[str]:
+def _found(run: LayerTrace) -> list[str]:
     names = downsamplings(run)
     if not names:
         raise ValueError(
@@ -190,7 +190,7 @@ def _found(run: Run) -> list[str]:
     return names
 
 
-def _selected(run: Run, layers: Selector) -> list[str]:
+def _selected(run: LayerTrace, layers: Selector) -> list[str]:
     kinds = tuple({type(module) for name, module in run.model.named_modules() if name})
     names = [name for name in select(run.model, layers, kinds) if name]
     for name in names:
@@ -244,14 +244,14 @@ def head(
       (4): Linear(in_features=8, out_features=5, bias=True)
     )
     """
-    model = built(model)
+    model = build_network(model)
     _check_plain(model)
     check_choice("kind", kind, HEADS)
     check_count("hidden", hidden)
     check_number("dropout", dropout, 0, below=1)
     with seeded(0):
         example = example_for(model, example)
-        run = Run(model, example)
+        run = LayerTrace(model, example)
     pooling, linears = _head(run)
     with seeded(seed):
         classifier = _classifier(kind, pooling, linears, hidden, dropout)
@@ -266,7 +266,7 @@ def head(
     return swapped
 
 
-def _head(run: Run) -> tuple[Step, list[Step]]:
+def _head(run: LayerTrace) -> tuple[LayerCall, list[LayerCall]]:
     """Return the last pooling layer and the linear layers after it."""
     poolings = [i for i, seen in enumerate(run.layers) if seen.downsamples or isinstance(seen.module, GLOBAL)]
     last = max((i for i in poolings if run.layers[i].pools), default=None)
@@ -292,7 +292,7 @@ def _head(run: Run) -> tuple[Step, list[Step]]:
     return run.layers[last], linears
 
 
-def _classifier(kind: str, pooling: Step, linears: list[Step], hidden: int, dropout: float) -> nn.Module:
+def _classifier(kind: str, pooling: LayerCall, linears: list[LayerCall], hidden: int, dropout: float) -> nn.Module:
     """Build one linear layer, or VGG's three."""
     old: list[Any] = [seen.module for seen in linears]
     channels, classes = pooling.input.shape[1], old[-1].out_features

@@ -30,7 +30,7 @@ from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.methods.registry import Method, Settings, Training, single
 from multitudes.networks.copies import copied
-from multitudes.surgery.select import Factory, built, check_model
+from multitudes.surgery.select import Factory, build_network, check_model
 from multitudes.training.recorder import Checkpoints, Recorder, Trajectory
 
 # -- cycles ------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str
     >>> snapshots(model, recorder)(torch.ones(5, 3)).shape
     torch.Size([4, 5, 2])
     """
-    model = built(model)
+    model = build_network(model)
     check_model(model, nested=True)
     states = Trajectory.of(checkpoints, model).states
 
@@ -246,7 +246,7 @@ def cyclic_sgmcmc(
     >>> sampler.multitude()(torch.ones(5, 3)).shape
     torch.Size([6, 5, 2])
     """
-    model = built(model)
+    model = build_network(model)
     check_model(model, nested=True)
     _check_cycles(steps, cycles)
     check_number("exploration", exploration, 0, high=1)

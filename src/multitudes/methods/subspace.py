@@ -33,7 +33,7 @@ from multitudes.networks.calls import call_with, evaluating
 from multitudes.networks.copies import Sharing, copied
 from multitudes.networks.seeds import mixed, seeded
 from multitudes.networks.stochastic import Draw, Stochastic, drawing
-from multitudes.surgery.select import Factory, built, check_model
+from multitudes.surgery.select import Factory, build_network, check_model
 from multitudes.training.batch_norm import accuracy, norms, statistics
 from multitudes.training.batches import Batches
 from multitudes.training.recorder import (
@@ -370,7 +370,7 @@ def _converted(
     least: int = 1,
 ) -> Any:
     """Convert a copy of the network, or of each member, with its checkpoints, or with its own weights if None."""
-    model = built(model)
+    model = build_network(model)
     if isinstance(model, Members):
         trajectory = Trajectory.of([model.state_dict()] if checkpoints is None else checkpoints, model)
         members = range(model.members)

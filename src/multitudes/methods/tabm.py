@@ -17,7 +17,7 @@ from multitudes.methods.registry import Method, by
 from multitudes.networks.calls import Input
 from multitudes.surgery.affine import affine_layers
 from multitudes.surgery.output_layers import output_layers
-from multitudes.surgery.select import Factory, built
+from multitudes.surgery.select import Factory, build_network
 
 VARIANTS = ("tabm", "mini", "packed")
 
@@ -47,7 +47,7 @@ def tabm(
     torch.Size([32, 5, 1])
     """
     check_choice("variant", variant, VARIANTS)
-    model = built(model)
+    model = build_network(model)
     network = plain(model)
     chunks = getattr(network, "chunks", None)
     layers = list(affine_layers(network))

@@ -136,12 +136,12 @@ def hooked_module(network: nn.Module) -> str | None:
 
 def _writes_itself(module: nn.Module) -> bool:
     """Return whether a module of this library writes its own attributes as it runs."""
-    return isinstance(module, Stochastic) or hasattr(type(module), "found_anew")
+    return isinstance(module, Stochastic) or hasattr(type(module), "cache_names")
 
 
 def _deep_settings(module: nn.Module, seen: set[int]) -> Settings:
     """Return the settings that may change in place: tensors, lists, configurations; for stochastic layers, all."""
-    caches = getattr(module, "found_anew", ())
+    caches = getattr(module, "cache_names", ())
     own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes their containers
     settings: Settings = []
     for key, value in vars(module).items():

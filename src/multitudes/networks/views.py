@@ -20,7 +20,7 @@ from multitudes.networks.calls import Input, call
 from multitudes.networks.compiler import uncompiled
 from multitudes.networks.settings import FOUND_ANEW
 from multitudes.networks.versions import Versions
-from multitudes.networks.vmap import Lane
+from multitudes.networks.vmap import LazyVmap
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Attributes that differ in a view, by the name of the module."""
@@ -84,8 +84,8 @@ class Running(NamedTuple):
     is_view: bool = False
     learns: bool = False
     """True if gradients are wanted."""
-    lane: Lane | None = None
-    """The lane of a view in which all members run under vmap."""
+    vmap: LazyVmap | None = None
+    """The vmap level of a view in which all members run under vmap."""
     late: list[Any] | None = None
     """The layers that have tiled rows so far, of a view in which one layer does."""
 
@@ -94,12 +94,12 @@ RUNNING: ContextVar[Running] = ContextVar("running", default=Running())  # noqa:
 
 
 def run(
-    each: nn.Module, x: Input, is_view: bool = True, lane: Lane | None = None, late: list[Any] | None = None
+    each: nn.Module, x: Input, is_view: bool = True, vmap: LazyVmap | None = None, late: list[Any] | None = None
 ) -> Tensor:
     """Run a view, or the network itself, and find its prediction."""
     if torch.compiler.is_compiling():
         return call(each, x)
-    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), lane, late))
+    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), vmap, late))
     try:
         return call(each, x)
     finally:

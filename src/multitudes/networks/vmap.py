@@ -67,7 +67,7 @@ def at_once(count: int) -> Iterator[AtOnce]:
             yield members
 
 
-class Lane:
+class LazyVmap:
     """The vmap level of members that share weights, entered on demand and left at the end of `with`.
 
     What a network computes before that runs once, outside of vmap.
@@ -98,7 +98,7 @@ class Lane:
         """Return the tensors of all members, `[M, ...]`; expand what they share."""
         return tensor.expand(self.count, *tensor.shape) if self.members is None else self.members.whole(tensor)
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> LazyVmap:
         return self
 
     def __exit__(self, *error: Any) -> None:

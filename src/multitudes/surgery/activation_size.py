@@ -13,7 +13,7 @@ from multitudes.networks.calls import Input
 from multitudes.networks.trace import observing
 from multitudes.surgery.affine import RECURRENT, axis_of, is_computed
 from multitudes.surgery.narrowing.cuts import attention_maps, is_attention
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 from multitudes.surgery.select import is_frozen
 
 
@@ -27,17 +27,16 @@ def keep_scale(
     """Scale the weights of `converted`, in place, so that its layers' outputs are as large as the model's.
 
     `kept` maps each layer to the model's outputs that the converted one keeps (None: all). The size is the root mean
-    square over an example, without biases. Layers are scaled in the order in which they run, each after those before
-    it.
+    square over an example, without biases. Layers are scaled in the order in which they run.
     """
     wanted: dict[str, list[Tensor]] = {}
 
-    def measure(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+    def measure(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
         made = [*(made for _, made in _inner_maps(layer, read)), _without_bias(layer, y)]
         wanted.setdefault(name, [_size(each, axis_of(_last_map(layer)), kept[name]) for each in made])
         return y
 
-    def adjust(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+    def adjust(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
         if name not in wanted:
             return y
         *inner, last = wanted.pop(name)
@@ -54,18 +53,18 @@ def keep_scale(
     names = [name for name in kept if not isinstance(model.get_submodule(name), RECURRENT)]  # their outputs are bounded
     for network, x, see in ((model, example, measure), (converted, own_example, adjust)):
         with observing(network):
-            answered(network, x, names, see)
+            run_replacing(network, x, names, see)
 
 
-def _inner_maps(layer: nn.Module, read: Read) -> list[tuple[Tensor, Tensor]]:
-    """Return the matrices of attention's queries, keys and values, with their results on its inputs, without biases."""
+def _inner_maps(layer: nn.Module, read: LayerInputs) -> list[tuple[Tensor, Tensor]]:
+    """Return attention's query, key and value matrices, each with its product with the input."""
     if not is_attention(layer):
         return []
     return [(weight, F.linear(x, weight)) for weight, x in zip(attention_maps(layer), read.inputs, strict=True)]
 
 
 def _last_map(layer: Any) -> Any:
-    """Return the layer that computes the output; for attention, its last projection."""
+    """Return the layer whose weight makes the output; for attention, its last projection."""
     layer = layer.layer if isinstance(layer, MemberLayer) else layer
     return layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
 

@@ -1,10 +1,8 @@
-"""Affine maps: where a layer of any class keeps the weight and the bias of `y = W x + b`.
+"""Affine maps: find the weight and the bias of `y = W x + b` in a layer of any class, and replace them.
 
-All methods that change weights share this rule. A layer is described by its maps, each with the names of a weight and a
-bias and the weight's axes, and runs with a replaced weight and bias. Torch's own classes, and subclasses that inherit
-their `forward`, are built in; attention and recurrent layers have several maps. Any other class with exactly a matrix
-and a vector is run to see whether it computes an affine map. A weight that is computed from other tensors
-(`weight_norm`, `spectral_norm`, pruning) counts by its computed value.
+A layer has one map, or several (attention, recurrent). Torch's own classes, and subclasses that inherit their
+`forward`, are built in. Any other class with exactly a matrix and a vector is run to test whether it computes an affine
+map. If a weight is computed from other tensors (`weight_norm`, `spectral_norm`, pruning), its computed value counts.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ SEVERAL = (nn.MultiheadAttention, *RECURRENT, nn.Bilinear)
 
 @dataclass(frozen=True)
 class AffineMap:
-    """The names of a map's weight and bias, and the weight's axes of inputs and outputs, 0 and 1 or 1 and 0.
+    """Names of a map's weight and bias, and the weight's axes of inputs and outputs, 0 and 1 or 1 and 0.
 
-    With groups, the weight's first axis holds the channels of all groups, the second those of one group.
+    With groups, the weight's first axis has the channels of all groups, the second those of one group.
     """
 
     weight: str = "weight"
@@ -48,10 +46,7 @@ class AffineMap:
         return sizes[self.inputs], sizes[self.outputs]
 
     def outer(self, r: Tensor, s: Tensor, dims: int) -> Tensor:
-        """Return `s r^T` of factors on inputs `[I]` and outputs `[O]`, to multiply with a weight of `dims` dimensions.
-
-        The factors of all members, `[M, I]` and `[M, O]`, give the products of all, `[M, ...]`.
-        """
+        """Return `s r^T` of factors on inputs `[(M,) I]` and outputs `[(M,) O]`, shaped as a weight of rank `dims`."""
         product = s.unflatten(-1, (self.groups, -1, 1)) * r.unflatten(-1, (self.groups, 1, -1))  # [G, O/G, I/G]
         product = (product.mT if self.inputs == 0 else product).flatten(-3, -2)
         return product.reshape(*product.shape, *[1] * (dims - 2))
@@ -61,7 +56,7 @@ class AffineMap:
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module] | None:
-    """Return torch's own class whose `forward` a layer runs, if that computes affine maps."""
+    """Return the torch class with affine maps whose `forward` a layer runs; None if there is none."""
     for kind in (*PRODUCTS, *SEVERAL):
         if isinstance(layer, kind):
             names = ("forward", "_conv_forward", "__call__")
@@ -71,7 +66,7 @@ def kind_of(layer: nn.Module) -> type[nn.Module] | None:
 
 
 def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
-    """Return a layer's affine maps; none if its class computes something else, or something unknown."""
+    """Return a layer's affine maps; () if its class computes something else or is unknown."""
     kind = kind_of(layer)
     if kind is None:
         return _observed(layer)
@@ -85,7 +80,7 @@ def maps_of(layer: nn.Module) -> tuple[AffineMap, ...]:
 
 def _several(layer: Any, kind: type[nn.Module]) -> tuple[AffineMap, ...]:
     if kind is nn.Bilinear:
-        return (AffineMap(),)  # of its first input, for any second one
+        return (AffineMap(),)  # a map of its first input, given the second one
     if kind is nn.MultiheadAttention:
         names = ["in_proj_weight"] if layer._qkv_same_embed_dim else [f"{name}_proj_weight" for name in "qkv"]
         biases = ["in_proj_bias", None, None]
@@ -112,7 +107,7 @@ def has_other_hooks(layer: nn.Module) -> bool:
 
 
 def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
-    """Return the map of a user's or Hugging Face's class (`Conv1D`) that a test run shows to be affine."""
+    """Return the map of a user's or Hugging Face's class (`Conv1D`), if a test run shows that it is affine."""
     weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
     if (
         weight is None
@@ -137,7 +132,7 @@ def _observed(layer: nn.Module) -> tuple[AffineMap, ...]:
 
 @torch.no_grad()
 def computes(layer: nn.Module, affine: AffineMap) -> bool:
-    """Return whether a layer computes a map, in training and in evaluation."""
+    """Return whether a layer computes this map, in training and in evaluation."""
     probe: Any = copied(layer)
     generator = torch.Generator().manual_seed(0)
     width = affine.widths(probe.weight.shape)[0]
@@ -149,7 +144,7 @@ def computes(layer: nn.Module, affine: AffineMap) -> bool:
     with torch.random.fork_rng([]):
         try:
             answers = [probe.train(mode)(x) for mode in (True, False)]
-        except Exception:  # any error of the user's code: not a plain affine map
+        except Exception:  # the user's code may raise anything
             return False
     return all(isinstance(y, Tensor) and y.shape == want.shape and torch.allclose(y, want) for y in answers)
 
@@ -169,7 +164,7 @@ def affine_layers(model: nn.Module) -> dict[str, nn.Module]:
 def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
     """Return the layers with affine maps that `layers` selects; by default all but those that share a weight.
 
-    Thus a language model's head that shares the embedding's weight stays as it is.
+    For example, a language model's head that shares the embedding's weight is not converted.
     """
     able = affine_layers(model)
     chosen = select(model, layers, able)
@@ -184,7 +179,7 @@ def select_affine(model: nn.Module, layers: Selector) -> dict[str, nn.Module]:
 
 
 def weight_of(layer: Any) -> Tensor:
-    """Return the weight that a layer of one map computes with, computed as in its next forward."""
+    """Return the weight that a layer of one map would use in its next forward."""
     hook = computing_hooks(layer).get("weight") if layer._forward_pre_hooks else None
     weight: Tensor
     if hook is None:
@@ -212,7 +207,7 @@ def run_with(
     """Run a layer of one map on x with a replaced weight and bias."""
     kind = kind_of(layer)
     hooked = layer._forward_hooks or layer._forward_pre_hooks
-    if hooked and kind is not None and "weight" in layer._parameters:  # true if it is None, false if it is computed
+    if hooked and kind is not None and "weight" in layer._parameters:  # in the registry even if None, unless computed
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         y: Tensor = functional_call(layer, tensors, (x, *args), kwargs)
         return y
@@ -235,7 +230,7 @@ def _transposed(
 
 
 def product_kind(layer: nn.Module) -> type[nn.Module]:
-    """Return the torch class that a layer derives from, among those that multiply by a weight."""
+    """Return the class of `PRODUCTS` that a layer derives from."""
     return next(kind for kind in PRODUCTS if isinstance(layer, kind))
 
 
@@ -247,10 +242,7 @@ def product(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def plain_copy(layer: Any, weight: Tensor, bias: nn.Parameter | None = None) -> nn.Module:
-    """Copy a layer of one map, in the user's own class, with a fixed weight and, if given, a bias.
-
-    The copy leaves out the code that computed the weight.
-    """
+    """Copy a layer of one map, in the user's own class, with a plain weight and, if given, a bias."""
     plain = copied(layer)
     trained = any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
     if parametrize.is_parametrized(plain):

@@ -1,4 +1,4 @@
-"""`check`: verify on an example that each member of a multitude computes and learns as it would alone."""
+"""Verify on an example that each member of a multitude computes and learns as it would alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from multitudes.networks.verification import running_statistics
 
 @dataclass(frozen=True)
 class Checked:
-    """The comparisons that `check` has made, one sentence each."""
+    """The comparisons made by `check`, one sentence each."""
 
     compared: list[str] = field(default_factory=list)
 
@@ -35,33 +35,40 @@ class Checked:
 
 
 def check(net: Multitude, example: Input, tolerance: float = 1e-4) -> Checked:
-    """Verify a multitude on an example and return the comparisons; raise a ValueError that names the first difference.
+    """Verify a multitude on an example; return the comparisons. `net` does not change.
 
-    In evaluation and in training, each member's predictions and gradients must equal those of `net.member(i)` alone,
-    and so must its buffers after training runs. If members share no weight, no prediction may depend on another
-    member's weights: with one member's weights set to NaN, the others' predictions stay the same. Every runner that can
-    run the network is checked, without noise. If layers draw, draws must differ, and a seed must repeat them. `net`
-    does not change.
+    In evaluation and in training, the predictions, gradients and buffers of each member must equal those of
+    `net.member(i)` alone, with every runner that can run the network. If members share no weight, no prediction may
+    depend on another member's weights. If layers draw, draws must differ, and a seed must repeat them.
 
-    >>> from multitudes.methods.deep_ensemble import deep_ensemble
-    >>> print(check(deep_ensemble(nn.Linear(3, 2), members=2), torch.randn(4, 3)))
-    loop: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
-    loop: no prediction depends on another member's weights
-    packed: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
-    packed: no prediction depends on another member's weights
-    vmapped: predictions and gradients of 2 members, in evaluation and in training, as each member's alone
-    vmapped: no prediction depends on another member's weights
+    Args:
+        net: The multitude.
+        example: A batch of inputs.
+        tolerance: Largest relative difference.
+
+    Raises:
+        ValueError: At the first difference; it names the member and the tensor.
+
+    Example:
+        >>> from multitudes.methods.deep_ensemble import deep_ensemble
+        >>> print(check(deep_ensemble(nn.Linear(3, 2), members=2), torch.randn(4, 3)))
+        loop: predictions and gradients of 2 members agree with each member alone, in evaluation and in training
+        loop: no prediction depends on another member's weights
+        packed: predictions and gradients of 2 members agree with each member alone, in evaluation and in training
+        packed: no prediction depends on another member's weights
+        vmapped: predictions and gradients of 2 members agree with each member alone, in evaluation and in training
+        vmapped: no prediction depends on another member's weights
     """
     if not isinstance(net, Multitude):
         raise ValueError(f"net must be a multitude, got {type(net).__name__}")
     compared: list[str] = []
     for runner in RUNNERS[1:] if isinstance(net, Members) else ("auto",):
         with warnings.catch_warnings(), suppress(_Refused):
-            warnings.simplefilter("ignore")  # a fast runner that is not used is no problem
+            warnings.simplefilter("ignore")  # from fast runners that are not used
             compared += _Proof(net, example, tolerance, runner).run()
     if stochastic_layers(net.network):
         _check_draws(copied(net).eval(), example)
-        compared.append("four draws differ, a seed repeats them, and another gives others")
+        compared.append("four draws differ, the same seed repeats them, and another seed does not")
     return Checked(compared)
 
 
@@ -70,7 +77,7 @@ Measured = dict[str, Tensor]
 
 
 class _Refused(Exception):
-    """The runner refuses this network, and thus is never used."""
+    """Raised if the runner refuses the network and so is never used."""
 
 
 @dataclass
@@ -81,7 +88,7 @@ class _Proof:
     runner: str
 
     def run(self) -> list[str]:
-        """Compare the whole multitude with its members; return the comparisons, one sentence each."""
+        """Compare the multitude with its members; return the comparisons, one sentence each."""
         self._together(training=False)  # raises if the runner refuses the network
         modes = (False, True) if isinstance(self.net, (Members, SharedMembers)) or self.net.members == 1 else (False,)
         for training in modes:
@@ -89,14 +96,14 @@ class _Proof:
         name = "" if self.runner == "auto" else f"{self.runner}: "
         where = "in evaluation and in training" if len(modes) > 1 else "in evaluation"
         members = plural(self.net.members, "member")
-        compared = [f"{name}predictions and gradients of {members}, {where}, as each member's alone"]
+        compared = [f"{name}predictions and gradients of {members} agree with each member alone, {where}"]
         if self.net.independent:
             self._check_independent()
             compared.append(f"{name}no prediction depends on another member's weights")
         return compared
 
     def _together(self, training: bool, poisoned: int | None = None) -> list[Measured]:
-        """Run the whole multitude, if `poisoned` with NaN for all weights that belong to that member alone."""
+        """Run the multitude; set the weights of the `poisoned` member alone to NaN."""
         one = copied(self.net).train(training)
         for tensor in [] if poisoned is None else _tensors_of_member(one, poisoned):
             if tensor.is_floating_point() or tensor.is_complex():
@@ -113,17 +120,16 @@ class _Proof:
                 raise
 
     def _alone(self, index: int, training: bool) -> Measured:
-        """Run one member alone."""
         member = copied(self.net.member(index)).train(training)
         run = partial(member, draws=0) if isinstance(member, Multitude) else partial(call, member)
         with self._quiet(member):
             return self._measured([member], lambda x: run(x).unsqueeze(0))[0]
 
     def _measured(self, networks: list[nn.Module], run: Callable[[Input], Tensor]) -> list[Measured]:
-        """Return what to compare for each member; `networks` hold the members' weights."""
+        """Run, and return each member's predictions, gradients and buffers; `networks` hold the members' weights."""
         x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), self.example)
         predictions = run(x)
-        # Gradients of a random mixture of each member's predictions, the same for all.
+        # The gradients are those of a random sum of a member's predictions, the same for all members.
         generator = torch.Generator().manual_seed(0)
         mixture = torch.randn(predictions.shape[1:], generator=generator, dtype=torch.float64).to(predictions)
         inputs = {f"x[{i}]": t for i, t in enumerate(tensors_in(x)) if t.requires_grad}
@@ -143,7 +149,7 @@ class _Proof:
 
     @contextmanager
     def _quiet(self, network: nn.Module) -> Iterator[None]:
-        """Turn noise off; make batch norms of members that share weights use their running statistics."""
+        """Turn noise off; make batch norms of shared members use their running statistics."""
         norms = nullcontext() if isinstance(self.net, Members) else running_statistics(network)
         with torch.enable_grad(), plain_attention(), expecting(network), Redrawn(STILL), norms:
             yield
@@ -162,7 +168,7 @@ class _Proof:
                 # Equal infinities, as in masks, do not differ.
                 error = _largest(torch.where(got == want, 0, got - want)) if got.shape == want.shape else math.nan
                 if not error <= self.tolerance * scale:
-                    where = f"member {index} differs from itself alone in {mode}"
+                    where = f"member {index} differs from net.member({index}) alone in {mode}"
                     raise ValueError(f"{where}: {name} by {error:.2e} (runner {self.runner!r})")
 
     def _check_independent(self) -> None:
@@ -199,8 +205,8 @@ def _check_draws(net: Multitude, example: Input) -> None:
     drawn = net(example, draws=4, seed=0)
     each = drawn.unflatten(0, (net.members, -1))
     if all(torch.equal(each[:, 0], each[:, number]) for number in range(1, each.shape[1])):
-        raise ValueError("four draws are the same: nothing is drawn")
+        raise ValueError("four draws are equal: no layer draws")
     if not torch.equal(drawn, net(example, draws=4, seed=0)):
-        raise ValueError("the same seed gives other draws the second time")
+        raise ValueError("the same seed gives different draws")
     if torch.equal(drawn, net(example, draws=4, seed=1)):
         raise ValueError("another seed gives the same draws")

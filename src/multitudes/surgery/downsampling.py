@@ -1,8 +1,8 @@
 """Find where a network makes its feature maps smaller, in one run on an example.
 
-A strided convolution or a pooling layer makes a map smaller. If a block does so along several paths at once, as
-residual blocks do, the whole block is one down-sampling. This is observed: the block's input is NaN, its strided layer
-returns zeros, and a NaN in the output reveals another path.
+A strided convolution or a pooling layer makes a map smaller. A block that does so along several paths, such as a
+residual block, is one down-sampling. To find other paths, the block gets NaN as input while its strided layer returns
+zeros: a NaN in the output took another path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 class MedianPool(nn.Module):
-    """The median of each feature map, `[B, C, H, W] -> [B, C, 1, 1]`; the mean of the middle two if even."""
+    """The median of each feature map, `[B, C, H, W] -> [B, C, 1, 1]`; the mean of the middle two of an even number."""
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.flatten(2).sort(-1).values
@@ -39,13 +39,13 @@ LAYERS = (*PRODUCTS, *POOLINGS, *GLOBAL, *NORMS)
 
 
 @dataclass(eq=False)
-class Step(Call):
-    """One call of a module in a run, with the layers before it."""
+class LayerCall(Call):
+    """A call of a module, with links to the layers before it."""
 
-    inside: tuple[Step, ...]
+    inside: tuple[LayerCall, ...]
     start: int = 0  # number of layers that ran before
-    feeder: Step | None = None  # the layer whose output it read, unchanged
-    previous: Step | None = None  # the layer that ran last
+    feeder: LayerCall | None = None  # the layer whose output it read, unchanged
+    previous: LayerCall | None = None  # the layer that ran last
 
     @property
     def input(self) -> Any:
@@ -74,7 +74,7 @@ class Step(Call):
 
     @property
     def passes_on(self) -> bool:
-        """True for norms, activations, dropout, padding: no new features, no pooling."""
+        """True for norms, activations, dropout and padding, which neither pool nor make features."""
         if self.pools or isinstance(self.module, PRODUCTS):
             return False
         same = isinstance(self.output, Tensor) and self.on_map and self.output.shape == self.input.shape
@@ -90,8 +90,8 @@ class Step(Call):
             return max(stride if isinstance(stride, (tuple, list)) else (stride,)) > 1
         return self.pools and (self.gives_one_value or smaller(self.output, self.input))
 
-    def behind(self) -> Iterator[Step]:
-        """Yield the layers before this one: each made the input of the next, or else ran just before it."""
+    def behind(self) -> Iterator[LayerCall]:
+        """Yield the layers before this one, last first: each made the input of the next, or ran just before it."""
         before = self.feeder or self.previous
         while before is not None:
             yield before
@@ -104,50 +104,49 @@ def smaller(output: Any, input: Any) -> bool:
     return maps and any(after < before for after, before in zip(output.shape[2:], input.shape[2:], strict=True))
 
 
-class Run:
-    """One run of a network in evaluation: the calls of its layers and blocks, in order.
+class LayerTrace:
+    """The calls of layers and blocks in one run of a copy of the network, in order.
 
-    A layer is a module without children, or whose only children come from torch's parametrizations or a subclass. The
-    run uses a copy of the network, which may store something.
+    A layer is a module of the classes in `LAYERS`, or any module without children.
     """
 
     def __init__(self, model: nn.Module, example: Input) -> None:
         self.model = copied(model)
         self.inputs = tensors_in(example)
-        self.layers: list[Step] = []
+        self.layers: list[LayerCall] = []
         names = [name for name, _ in self.model.named_modules() if name]
         trace = record(self.model, example, names)
         self.output = trace.output
-        self._steps: dict[Call, Step] = {}
-        makers: dict[int, Step] = {}
+        self._steps: dict[Call, LayerCall] = {}
+        makers: dict[int, LayerCall] = {}
         for call, begins in trace.steps:
             if begins:
                 own = vars(call) | {"inside": tuple(self._steps[outer] for outer in call.inside)}
                 feeder = makers.get(id(call.args[0])) if call.args else None
                 previous = self.layers[-1] if self.layers else None
-                self._steps[call] = Step(**own, start=len(self.layers), feeder=feeder, previous=previous)
+                self._steps[call] = LayerCall(**own, start=len(self.layers), feeder=feeder, previous=previous)
             elif isinstance(call.module, LAYERS) or not any(True for _ in call.module.children()):
                 self.layers.append(self._steps[call])
-                makers[id(call.output)] = self._steps[call]  # the trace holds all outputs, so that ids are unique
+                makers[id(call.output)] = self._steps[call]  # ids are unique, since the trace holds all outputs
 
-    def calls(self, name: str) -> list[Step]:
+    def calls(self, name: str) -> list[LayerCall]:
         """Return the calls of a module."""
         module = self.model.get_submodule(name)
         return [seen for seen in self._steps.values() if seen.module is module]
 
-    def reads_input(self, seen: Step) -> bool:
-        """Return whether a layer reads the network's own input, before any layer with weights."""
+    def reads_input(self, seen: LayerCall) -> bool:
+        """Return whether a layer reads the network's input, before any layer with weights."""
         if any(seen.input is given for given in self.inputs):
             return True
         return not any(layer.has_weights for layer in self.layers[: seen.start])
 
 
-def downsamplings(run: Run) -> list[str]:
+def downsamplings(run: LayerTrace) -> list[str]:
     """Return the layers and blocks that make feature maps smaller, in the order in which they run.
 
-    Omitted are those that read the network's own input; poolings that continue another down-sampling, such as the
-    max-pool of a stem; the global poolings of gates (squeeze-and-excitation); and the global pooling of pre-activation
-    networks, whose last norm stands alone between blocks and head.
+    This excludes layers that read the network's input; poolings that continue another down-sampling, such as the
+    max-pool of a stem; global poolings of gates (squeeze-and-excitation); and the global pooling of pre-activation
+    networks, after a norm between blocks and head.
     """
     places: dict[str, None] = {}
     for seen in run.layers:
@@ -159,8 +158,8 @@ def downsamplings(run: Run) -> list[str]:
     return list(places)
 
 
-def _continues(run: Run, seen: Step) -> bool:
-    """Return whether it is a pooling right after a pooling, or a local one right after a first strided convolution."""
+def _continues(run: LayerTrace, seen: LayerCall) -> bool:
+    """Return whether a pooling follows a pooling, or is local and follows the first strided convolution."""
     origin = next((before for before in seen.behind() if not before.passes_on), None)
     if isinstance(seen.module, nn.Conv2d) or origin is None or not origin.downsamples:
         return False
@@ -168,8 +167,8 @@ def _continues(run: Run, seen: Step) -> bool:
     return not first or (run.reads_input(origin) and not isinstance(seen.module, GLOBAL))
 
 
-def _after_lone_norm(seen: Step) -> bool:
-    """Return whether it is a global pooling whose last norm reads a sum of branches, as in pre-activation networks."""
+def _after_lone_norm(seen: LayerCall) -> bool:
+    """Return whether a global pooling follows a norm of a sum of branches, as in pre-activation networks."""
     norm = next((b for b in seen.behind() if isinstance(b.module, NORMS) or not b.passes_on), None)
     if not seen.gives_one_value or norm is None or not isinstance(norm.module, NORMS):
         return False
@@ -179,8 +178,8 @@ def _after_lone_norm(seen: Step) -> bool:
     return origin is None
 
 
-def _place(seen: Step) -> str | None:
-    """Return the layer itself, or the innermost block in which it is one of several paths; None inside a gate."""
+def _place(seen: LayerCall) -> str | None:
+    """Return the layer, or the innermost block in which it is one of several paths; None inside a gate."""
     for block in reversed(seen.inside):
         if not block.on_map or not has_other_path(block, seen.module):
             continue
@@ -192,8 +191,8 @@ def _place(seen: Step) -> str | None:
     return seen.name
 
 
-def has_other_path(block: Step, layer: nn.Module) -> bool:
-    """Return whether a block's input reaches its output around a layer: whether NaN gets through."""
+def has_other_path(block: LayerCall, layer: nn.Module) -> bool:
+    """Return whether a NaN in a block's input reaches its output around a layer."""
     others = {name for name, module in block.module.named_modules(remove_duplicate=False) if module is layer}
     with (
         observing(block.module),

@@ -1,9 +1,9 @@
-"""Reinitialise a network: each layer and each network by its own rule; frozen tensors keep their values.
+"""Reinitialize a network by each module's own rule; frozen tensors keep their values.
 
-A user's constructor may draw weights with another deviation, start gains at zero, or set forget gates to one. Each
-layer's own rule would undo that. So the values of a given network are compared with those that its rules draw:
-constants stay, and draws get the mean and deviation that they had. None of this is needed for a function that builds
-the network.
+A user's constructor may draw weights with another deviation, start gains at zero, or set forget gates to one. The
+layers' own rules would undo that. So the values of a given network are compared with those that its rules draw:
+constants stay, and draws get the mean and deviation of the given values. A function that builds the network needs none
+of this.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 _SAMPLE = 2**16
 """The maximum number of values of a parameter that are compared."""
 _FEW = 16
-"""A parameter with more repeated values than these is a table, not draws and constants."""
+"""A parameter with more repeated values is a table, not draws and constants."""
 _POWER_ITERATIONS = 100
-"""Enough for the spectral norm of a new weight to be accurate in evaluation."""
+"""Iterations after which the spectral norm of a new weight is accurate."""
 
 
 @torch.no_grad()
-def redraw(network: nn.Module, own: Mapping[str, Own] | None = None, only: Collection[str] | None = None) -> nn.Module:
-    """Reinitialise a network in place, from torch's random state: all of it, or the modules named by `only`.
+def reinitialize(
+    network: nn.Module, own: Mapping[str, CustomInitialization] | None = None, only: Collection[str] | None = None
+) -> nn.Module:
+    """Reinitialize a network in place, or only the modules named by `only`; frozen parameters keep their values.
 
-    Frozen parameters keep their values. `own` holds parameters, by name, that do not start by their layers' rules.
+    `own` holds the parameters, by name, that their layers' rules do not initialize.
     """
     if isinstance(network, Members):
         for member in network.network:
-            redraw(member, own, only)
+            reinitialize(member, own, only)
         return network
     frozen = [(tensor, tensor.detach().clone()) for tensor in _frozen_tensors(network)]
     parameters = dict(network.named_parameters())
     custom = [(parameters[name], how, parameters[name].detach().clone()) for name, how in (own or {}).items()]
     _run_rules(network.network if isinstance(network, Multitude) else network, only)
     for parameter, how, before in custom:
-        how.settle(parameter, before)
+        how.correct(parameter, before)
     for tensor, value in frozen:
         tensor.copy_(value)
     return network
@@ -78,10 +80,10 @@ def _is_trained(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
-    """Call the initialisers of modules, in place, inner ones first: all modules, or those named and those inside them.
+    """Call the rules of all modules, or of those named by `only` and those inside, in place, inner ones first.
 
-    A module's rule is its `reset_parameters`, its `_reset_parameters`, or an `_init_weights`; if that takes a module,
-    it is called for each module inside. A Hugging Face model initialises its sub-models by their own rules.
+    Rules are `reset_parameters`, `_reset_parameters` and `_init_weights`. If `_init_weights` takes a module, it is
+    called for each module inside, except in sub-models of Hugging Face models with rules of their own.
     """
     modules = dict(network.named_modules())
     chosen = {id(m) for name, m in modules.items() if only is None or any(within(name, each) for each in only)}
@@ -90,7 +92,7 @@ def _run_rules(network: nn.Module, only: Collection[str] | None = None) -> None:
         if id(module) in chosen:
             with _plain_weights(module) as plain:
                 for rule in filter(None, (_rule(plain, name, 0) for name in RULES)):
-                    # A rule that fails leaves the rest as it was, as if there were no rule.
+                    # A rule that fails counts as no rule.
                     with suppress(RuntimeError, AttributeError, TypeError, LookupError):
                         rule()
         initialise = _rule(module, "_init_weights", 1)
@@ -120,7 +122,7 @@ def _rule(module: nn.Module, name: str, arguments: int) -> Callable[..., Any] | 
 
 
 def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: set[int], by_own: bool) -> None:
-    """Call an initialiser for a module and all inside; with `by_own`, sub-models that have one use theirs."""
+    """Call an initializer for a module and all inside; with `by_own`, sub-models use their own if they have one."""
     for child in module.children():
         theirs = _rule(child, "_init_weights", 1) if by_own and is_hugging_face(child) else None
         _initialise_each(child, theirs or initialise, chosen, by_own)
@@ -130,7 +132,7 @@ def _initialise_each(module: nn.Module, initialise: Callable[..., Any], chosen: 
 
 @contextmanager
 def _unmarked(module: nn.Module) -> Iterator[None]:
-    """Remove Hugging Face's marks on initialised modules for the duration of a `with`."""
+    """Remove Hugging Face's marks of initialized modules for the duration of a `with`."""
     mark = "_is_hf_initialized"
     marked = [t for t in [*module.modules(), *module.parameters(), *module.buffers()] if mark in vars(t)]
     before = [getattr(t, mark) for t in marked]
@@ -145,10 +147,9 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _plain_weights(layer: Any) -> Iterator[Any]:
-    """Yield a layer over the same tensors whose computed weights are plain; then derive the layer's tensors from them.
+    """Yield a layer over the same tensors with plain weights; afterwards set the tensors that compute the weights.
 
-    Torch computes weights by parametrizations, or by the older hooks. A layer without computed weights is yielded
-    itself.
+    Torch computes weights by parametrizations, or by the older hooks. Without computed weights, yield the layer itself.
     """
     hooks = computing_hooks(layer)
     parametrized = list(layer.parametrizations) if parametrize.is_parametrized(layer) else []
@@ -194,53 +195,53 @@ def _compute_by_hook(layer: nn.Module, hook: Any, value: Tensor) -> None:
     hook(layer, ())
 
 
-# -- initialisation by other code --------------------------------------------------------------------------
+# -- initialization by other code --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Own:
-    """The initialisation of a parameter that does not start by its layer's rule."""
+class CustomInitialization:
+    """The initialization of a parameter that does not follow its layer's rule."""
 
     reason: str
     kept: bool = False
     """True if it keeps its value."""
     exact: bool = False
-    """True if it starts exactly as its own code initialises it."""
+    """True if it starts exactly as the user's code initializes it."""
     constants: tuple[complex, ...] = ()
-    """Values that stay; the others are drawn by the rule, then scaled and shifted."""
+    """Values that stay; the rule draws the others, which are then scaled and shifted."""
     scale: float = 1.0
     shift: complex = 0.0
 
-    def settle(self, parameter: Tensor, before: Tensor) -> None:
+    def correct(self, parameter: Tensor, before: Tensor) -> None:
         """Correct the values that the layer's rule has drawn, in place."""
         if self.kept:
             parameter.copy_(before)
             return
-        stays = (before == parameter) | _among(before, self.constants)  # the rule sets constants too, such as padding
+        stays = (before == parameter) | _among(before, self.constants)  # rules set constants too, such as padding
         parameter.copy_(torch.where(stays, before, parameter * self.scale + self.shift))
 
 
 @torch.no_grad()
-def judge(network: nn.Module) -> tuple[dict[str, Own], str | None]:
-    """Compare a network with what its rules make of a copy. Random states are restored.
+def compare_with_rules(network: nn.Module) -> tuple[dict[str, CustomInitialization], str | None]:
+    """Compare a network with a copy that its rules have reinitialized; restore random states.
 
-    Return the parameters, by name, that do not start by their layers' rules, and the reason why the network looks
-    trained, or None. The values of a trained network do not show how they were initialised, so only its rules are used.
+    Return the parameters, by name, that do not follow their layers' rules, and the reason why the network looks
+    trained, or None. If it looks trained, its values do not show how they were initialized, and only rules count.
     """
     if any(parameter.is_meta for parameter in network.parameters()):  # no values to compare
         return {}, None
     if isinstance(network, Members):
-        return judge(network._member(0))
+        return compare_with_rules(network._member(0))
     network = network.network if isinstance(network, Multitude) else network
     other = copied(network)
     for parameter in other.parameters():
-        parameter.copy_(_moved(parameter))  # shows which values no rule sets
+        parameter.copy_(_moved(parameter))  # to find the values that no rule sets
     with seeded(0):
         _run_rules(other)
     own, pairs = {}, {}
     for (name, given), drawn in zip(network.named_parameters(), other.parameters(), strict=True):
         if given.requires_grad and torch.equal(_moved(given), drawn):
-            own[name] = Own("no rule draws it anew", kept=True)
+            own[name] = CustomInitialization("no rule initializes it", kept=True)
         elif given.requires_grad:
             pairs[name] = given.detach(), drawn.detach()
     trained = _looks_trained(network, pairs)
@@ -264,49 +265,51 @@ def _looks_trained(network: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]
         mean, batches = getattr(module, "running_mean", None), getattr(module, "num_batches_tracked", None)
         # A few batches may have run to infer shapes.
         if isinstance(mean, Tensor) and bool(mean.any()) and not (isinstance(batches, Tensor) and 0 < batches <= 10):
-            return f"layer {name!r} has seen data"
+            return f"layer {name!r} has running statistics of data"
     for name, (given, drawn) in pairs.items():
         owner = type(network.get_submodule(name.rpartition(".")[0])).__module__
         if not _constant(given) and _constant(drawn) and not owner.startswith("multitudes."):
-            return f"{name!r} varies, and starts constant"
+            return f"{name!r} varies, and its layer starts it constant"
     return None
 
 
-def _compared(given: Tensor, drawn: Tensor) -> Own | None:
+def _compared(given: Tensor, drawn: Tensor) -> CustomInitialization | None:
     """Return how a given parameter differs from its layer's rule; None if the rule may have drawn it."""
     if torch.equal(given, drawn):
         return None
     if _constant(given):
         number = given.flatten()[0].item()
-        # A single number drawn by a rule is constant too, but has more digits than one from code.
+        # A single number that a rule has drawn has more digits than a constant in code.
         written = given.numel() > 1 or f"{number:.3g}" == f"{number:.7g}"
-        return Own("one constant", kept=True, exact=True) if written else None
-    if _constant(drawn):  # the rule draws a constant, so training changed it
+        return CustomInitialization("one constant", kept=True, exact=True) if written else None
+    if _constant(drawn):  # the rule sets a constant, so training has changed it
         return None
     zeros = int((given == 0).sum()) > max(3, 2 * int((drawn == 0).sum()))  # padding, in a table of any size
     step = given.numel() // _SAMPLE | 1  # odd, to visit all columns
     given, drawn = given.flatten()[::step], drawn.flatten()[::step]
     constants = tuple(dict.fromkeys([*_repeated(given, drawn), *([0.0] if zeros else [])]))
     if len(constants) > _FEW or (stays := _among(given, constants)).all():
-        return Own("constants, no independent draws", kept=True)
+        return CustomInitialization("constants, no independent draws", kept=True)
     exact = torch.promote_types(given.dtype, torch.float64)
     found = _other_distribution(given[~stays].to(exact), drawn[~stays].to(exact))
     if found is not None:
         scale, shift = found
-        return Own(f"{scale:.3g} times the deviation of its layer's own", False, False, constants, scale, shift)
-    return Own("some constants, which stay", exact=True, constants=constants) if constants else None
+        return CustomInitialization(
+            f"{scale:.3g} times the deviation of its layer's own", False, False, constants, scale, shift
+        )
+    return CustomInitialization("some constants, which stay", exact=True, constants=constants) if constants else None
 
 
 def _other_distribution(given: Tensor, drawn: Tensor) -> tuple[float, complex] | None:
-    """Return the scale and the shift from draws to the given mean and deviation, if these clearly differ."""
+    """Return the scale and shift that give draws the given deviation and mean; None if these hardly differ."""
     count = len(given)
     if count < 8:
         return None
     scale = (given.std() / drawn.std().clamp(min=1e-30)).item()
-    apart = abs(given.mean() - drawn.mean()) / torch.maximum(given.std(), drawn.std()).clamp(min=1e-30)
-    # At least five standard errors; in large tensors, a fifth more or less is not another rule.
+    distance = abs(given.mean() - drawn.mean()) / torch.maximum(given.std(), drawn.std()).clamp(min=1e-30)
+    # At least five standard errors, and in large tensors more than a fifth.
     if abs(math.log(max(scale, 1e-30))) > max(0.22, 5 / math.sqrt(count)) or (
-        apart.item() > max(0.1, 6 * math.sqrt(2 / count))
+        distance.item() > max(0.1, 6 * math.sqrt(2 / count))
     ):
         return scale, (given.mean() - scale * drawn.mean()).item()
     return None

@@ -1,8 +1,7 @@
-"""Insertion: a copy of a network in which new layers run on the inputs or outputs of some of its layers.
+"""Insert new layers before or after the layers of a copy of a network.
 
-A layer's parent decides how. An `nn.Sequential` that the network calls gets the new layer as a further child, and every
-layer keeps its name. Anywhere else, and if the network may index a Sequential by position, the layer is replaced by an
-`Inserted`, which holds both. A layer `conv` with weights is then found at `conv.layer`; checkpoints with its former
+If the parent is an `nn.Sequential` that the network calls, the new layer becomes a further child, and all names stay.
+Otherwise an `Inserted` with both replaces the layer: `conv` is then found at `conv.layer`, and checkpoints with the old
 names still load.
 """
 
@@ -17,20 +16,19 @@ from torch import nn
 from multitudes.networks.calls import Input
 from multitudes.networks.copies import copied
 from multitudes.surgery.initialize import RULES
-from multitudes.surgery.observe import executed
+from multitudes.surgery.observe import execution_order
 
 
 class Inserted(nn.Sequential):
-    """A layer, its child `layer`, and others that run on its input or its output, in the order of the children.
+    """A layer, its child `layer`, with other layers that run on its input or output, in the order of the children.
 
-    Other attributes (`stride`, `weight`) come from the layer, since the network's own code may read them. Initialisers
-    find the layer among the children.
+    Attributes such as `stride` and `weight` come from the layer, since the network's code may read them.
     """
 
     wraps = "layer"
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the children in order; the further arguments go to the layer."""
+        """Run the children in order; pass further arguments to the layer."""
         for name, module in self._modules.items():
             input = module(input, *args, **kwargs) if name == "layer" else module(input)
         return input
@@ -54,22 +52,24 @@ class Inserted(nn.Sequential):
 def before(
     model: nn.Module, new: Mapping[str, nn.Module], *, name: str | None = None, example: Input | None = None
 ) -> nn.Module:
-    """Return a copy of `model` in which each layer in `new`, by name, gets its new layer on its input.
+    """Return a copy of a network with new layers on the inputs of some of its layers.
 
-    The new layer's own name is `name`, by default its class name in lower case, with a number if it is taken. With an
-    `example`, one batch of inputs, one run shows which Sequentials the network calls, and thus may get children;
-    without one, none does. A layer that is used in several places has the new layer in all of them. New layers are used
-    as they are, in the mode of the layers that they join; all other modes are kept.
+    Args:
+        model: The network. A layer that it uses in several places gets the new layer in all of them.
+        new: The new layers, by the names of the layers that they precede. They take over the mode of these layers.
+        name: Name of the new layers; by default the class name in lower case, with a number if it is taken.
+        example: One batch of inputs. A run on it finds the Sequentials that the network calls; others get no child.
 
-    >>> import torch
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    >>> before(model, {"2": nn.Dropout(0.3)}, example=torch.zeros(1, 3, 8, 8))
-    Sequential(
-      (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
-      (1): ReLU()
-      (dropout): Dropout(p=0.3, inplace=False)
-      (2): Conv2d(8, 4, kernel_size=(3, 3), stride=(1, 1))
-    )
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        >>> before(model, {"2": nn.Dropout(0.3)}, example=torch.zeros(1, 3, 8, 8))
+        Sequential(
+          (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+          (1): ReLU()
+          (dropout): Dropout(p=0.3, inplace=False)
+          (2): Conv2d(8, 4, kernel_size=(3, 3), stride=(1, 1))
+        )
     """
     return _insert(model, new, 0, name, example)
 
@@ -77,24 +77,19 @@ def before(
 def after(
     model: nn.Module, new: Mapping[str, nn.Module], *, name: str | None = None, example: Input | None = None
 ) -> nn.Module:
-    """Do the same as `before`, but run the new layers on the outputs of the layers.
+    """Return a copy of a network with new layers on the outputs of some of its layers; see `before`.
 
-    >>> class Net(nn.Module):
-    ...     def __init__(self) -> None:
-    ...         super().__init__()
-    ...         self.conv = nn.Conv2d(3, 8, 3, stride=2)
-    ...         self.act = nn.ReLU()
-    >>> net = after(Net(), {"conv": nn.Dropout(0.3)})
-    >>> net
-    Net(
-      (conv): Inserted(
-        (layer): Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2))
-        (dropout): Dropout(p=0.3, inplace=False)
-      )
-      (act): ReLU()
-    )
-    >>> net.conv.stride
-    (2, 2)
+    Example:
+        >>> net = after(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2)), {"0": nn.Dropout(0.3)})
+        >>> net
+        Sequential(
+          (0): Inserted(
+            (layer): Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2))
+            (dropout): Dropout(p=0.3, inplace=False)
+          )
+        )
+        >>> net[0].stride
+        (2, 2)
     """
     return _insert(model, new, 1, name, example)
 
@@ -107,12 +102,12 @@ def _insert(
     if missing:
         there = ", ".join(other for other, _ in model.named_modules() if other)
         raise ValueError(f"model ({type(model).__name__}) has no layer {missing[0]!r}; there are: {there}")
-    running = [] if example is None else executed(model, example, (nn.Sequential,))
+    running = [] if example is None else execution_order(model, example, (nn.Sequential,))
     called = {id(model.get_submodule(sequential)) for sequential in running}
     memo: dict[int, Any] = {}
     copies: dict[int, nn.Module] = {}  # copies of layers that the memo replaces
     children: list[tuple[nn.Module, str, nn.Module]] = []
-    # Inner layers first: a copy of the outer layer includes them.
+    # Inner layers first, since a copy of the outer layer includes them.
     for path in sorted(new, key=lambda path: sum(1 for _ in model.get_submodule(path).modules())):
         layer = model.get_submodule(path)
         added = new[path].train(layer.training)
@@ -127,12 +122,12 @@ def _insert(
         _add_child(copies.get(id(owner), memo.get(id(owner))), child, added, offset, name)
     for module in whole.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # fast path: reads the weights of its layers instead of calling them
+            module.activation_relu_or_gelu = 0  # turn off the fast path, which does not call the layers
     return whole
 
 
 def _homes(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Return the parents of each module, one entry for each place."""
+    """Return the parents of each module, once per place."""
     homes: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for child in module._modules.values():
@@ -142,7 +137,7 @@ def _homes(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _joined(layer: nn.Module, added: nn.Module, offset: int, name: str | None) -> Inserted:
-    """Join a layer and a new one in an `Inserted`; further ones join an existing one."""
+    """Return an `Inserted` of a layer and a new one; reuse an existing `Inserted`."""
     joined = layer if isinstance(layer, Inserted) else Inserted(OrderedDict(layer=layer))
     joined.training = layer.training  # children may be frozen in another mode
     _add_child(joined, list(joined._modules)[-offset], added, offset, name)

@@ -1,4 +1,4 @@
-"""Layers of affine maps that differ between members, and the conversion that puts member layers into a network."""
+"""Layers of affine maps that differ between members, and their insertion into a network."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ Net = TypeVar("Net", bound=SharedMembers)
 class AffineMemberLayer(MemberLayer):
     """A layer of affine maps that differs between members.
 
-    A subclass defines each member's weight of a map (`weight_of_member`) and how a layer of one map runs (`run_all`).
-    A layer of several maps or inputs (attention, recurrent) reads its weights as tensors, so no map in it can be
-    replaced alone: it runs once per member with the member's tensors swapped in. A map's tensors are `[M, ...]`. Their
-    names start with the map's prefix: `r` for a single map, or `out_proj_weight_r`.
+    Subclasses implement `weight_of_member`, and `run_all` for a layer of one map. A layer of several maps (attention,
+    recurrent) runs once per member with the member's tensors swapped in. A map's tensors are `[M, ...]`; their names
+    start with the map's prefix: `r` for a single map, or `out_proj_weight_r`.
     """
 
     def __init__(self, layer: nn.Module, members: int) -> None:
@@ -51,14 +50,14 @@ class AffineMemberLayer(MemberLayer):
         return [AffineMap(*described) for described in self.maps]
 
     def own_biases(self, name: str | None) -> nn.Parameter | None:
-        """Return all members' biases that replace the layer's bias `name`, if there are any."""
+        """Return the members' biases `[M, O]` that replace the layer's bias `name`, if there are any."""
         return self._parameters.get(self._biases_name(name))
 
     def _biases_name(self, name: str | None) -> str:
         return f"{(name or '').replace('.', '_')}_own" if self.several else "biases"
 
     def repeat_bias(self, affine: AffineMap) -> None:
-        """Replace a map's bias by one for each member, if it has one."""
+        """Replace a map's bias, if it has one, by one per member."""
         owner, _, own = (affine.bias or "").rpartition(".")
         holder = self.layer.get_submodule(owner)
         bias = getattr(holder, own, None)
@@ -70,11 +69,11 @@ class AffineMemberLayer(MemberLayer):
             holder.register_parameter(own, None)
 
     def shared_weight(self, affine: AffineMap) -> Tensor:
-        """Return the weight of a map from which all members' weights are computed."""
+        """Return the weight of a map that all members share."""
         return self.layer.get_parameter(affine.weight) if self.several else weight_of(self.layer)
 
     def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
-        """Compute member `index`'s weight of a map from the layer's weight."""
+        """Compute one member's weight of a map from the shared weight."""
         raise NotImplementedError
 
     # -- all members ---------------------------------------------------------------------------------------
@@ -97,11 +96,11 @@ class AffineMemberLayer(MemberLayer):
         return self._separately(run, args, kwargs)
 
     def run_all(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer of one map for all members, or in a member's view for this member."""
+        """Run a layer of one map for all members, or for one in the view of a member."""
         raise NotImplementedError
 
     def run(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a layer of one map with this weight and the shared bias, if there is one."""
+        """Run a layer of one map with this weight and the shared bias."""
         bias = getattr(self.layer, "bias", None)
         return run_with(self.layer, AffineMap(*self.maps[0]), x, weight, bias, *args, **kwargs)
 
@@ -144,18 +143,18 @@ class AffineMemberLayer(MemberLayer):
         return super()._bias() if biases is None else biases[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Return own tensors, the layer's settings, and for the layer's tensors their shapes: the values differ."""
+        """Return own tensors, the layer's settings, and placeholders for the layer's tensors."""
         registries = [self.__dict__.get(each, {}) for each in ("_parameters", "_buffers", "_modules")]
         for registry in registries:
             if name in registry:
                 return registry[name]
         if "layer" in registries[-1] and name in self.layer._parameters:
             tensor = self.layer._parameters[name]
-            return None if tensor is None else self._asked(name, tensor)
+            return None if tensor is None else self._placeholder(name, tensor)
         return super().__getattr__(name)
 
 
-def joined(
+def make_shared_members(
     kind: type[Net],
     start: Start,
     network: nn.Module,
@@ -164,7 +163,7 @@ def joined(
     rows: str,
     task: str | None,
 ) -> Net:
-    """Replace the layers by name, and return the members of the result."""
+    """Return the multitude of a copy of a network with these member layers, by name."""
     for name, layer in layers.items():
         layer.place = name
     net = kind(replace(network, layers), members).like(start.given, task)

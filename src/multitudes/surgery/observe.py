@@ -1,7 +1,4 @@
-"""Observe a network in a run: find an input that fits, the order of its layers, and the share that a method reaches.
-
-`answered` also replaces the outputs of layers.
-"""
+"""Run a network to find an input that fits, the order of its layers, and the share that a method converts."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _LENGTHS = (128, 64, 32, 256, 512, 1000, 1024, 16, 8, 100, 96, 48, 2048, 4096, 1
 
 
 def example_for(model: nn.Module, example: Input | None = None, tries: int | None = None) -> Input:
-    """Return the example, or noise of a shape that fits the network, from the first `tries` of the usual sizes."""
+    """Return the example, or noise of the first of the usual shapes (at most `tries`) that the network accepts."""
     if example is not None:
         return example
     with seeded(0):  # the same random numbers follow with and without an example
@@ -40,8 +37,8 @@ def example_for(model: nn.Module, example: Input | None = None, tries: int | Non
     raise ValueError(f"no input was found that fits the model ({type(model).__name__}): pass one batch as example=")
 
 
-def cheap_example(model: nn.Module) -> Input | None:
-    """Return noise of the most common size, if that fits the network; it takes little time to compute."""
+def usual_example(model: nn.Module) -> Input | None:
+    """Return noise of the most common shape, or None if the network does not accept it."""
     try:
         return example_for(model, tries=1)
     except ValueError:
@@ -49,15 +46,15 @@ def cheap_example(model: nn.Module) -> Input | None:
 
 
 def _usual_inputs(model: nn.Module) -> Iterator[Input]:
-    """Yield batches of two: tokens for Hugging Face's text models, or noise of the declared `inputs` or usual sizes."""
+    """Yield batches of two: tokens for Hugging Face's text models, or noise of the declared or usual sizes."""
     where = next(iter([*model.parameters(), *model.buffers()]), torch.zeros(0))
     tokens = getattr(getattr(model, "config", None), "vocab_size", None)
     if getattr(model, "main_input_name", None) == "input_ids" and isinstance(tokens, int):
         yield {"input_ids": torch.randint(tokens, (2, 8), device=where.device)}
     first = next((m for m in model.modules() if type(m) in PRODUCTS), None)
     own = getattr(model, "inputs", None)  # the number of inputs that the network declares
-    said = [(own,)] if isinstance(own, int) and not isinstance(own, bool) and own > 0 else []
-    for shape in [*said, *_shapes(first)]:
+    declared = [(own,)] if isinstance(own, int) and not isinstance(own, bool) and own > 0 else []
+    for shape in [*declared, *_shapes(first)]:
         yield torch.randn(2, *shape, device=where.device, dtype=where.dtype if where.is_floating_point() else None)
 
 
@@ -72,19 +69,19 @@ def _shapes(first: Any) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def followed_attention() -> Iterator[None]:
-    """Run attention step by step, so that NaN goes through it, which fused kernels do not guarantee."""
+def unfused_attention() -> Iterator[None]:
+    """Run attention step by step, since fused kernels may not propagate NaN."""
     with plain_attention(), math_attention():
         yield
 
 
-def executed(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
-    """Return the names of the layers of these kinds or names, in the order in which a forward reaches them."""
+def execution_order(model: nn.Module, example: Input, kinds: Collection[type[nn.Module] | str]) -> list[str]:
+    """Return the names of the layers of these classes or names, in the order of execution."""
     return list(dict.fromkeys(call.name for call in record(model, example, kinds, tensors=False).ended))
 
 
 def call_order(model: nn.Module, example: Input) -> list[str]:
-    """Return the names of all modules that a forward calls, each time, in the order in which it enters them."""
+    """Return the names of all modules that a forward calls, in the order of the calls, with repetitions."""
     return [call.name for call in record(model, example, tensors=False).calls if call.name]
 
 
@@ -92,60 +89,56 @@ def call_order(model: nn.Module, example: Input) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Read:
-    """The arguments of a layer: its inputs with channels, three for attention, and the others."""
+class LayerInputs:
+    """The arguments of a layer: its inputs with channels (three for attention), and the others."""
 
     inputs: list[Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-Answer = Callable[[str, nn.Module, Read, Tensor], Tensor | tuple[Any, ...]]
-"""A function that returns a layer's new output, for attention optionally with its weights."""
+Replacement = Callable[[str, nn.Module, LayerInputs, Tensor], Tensor | tuple[Any, ...]]
+"""`(name, layer, inputs, output) -> new output`, for attention optionally with its weights."""
 
 
-def read_by(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
-    """Separate a layer's inputs from its other arguments; an embedding has no inputs with channels."""
+def split_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:
+    """Separate a layer's inputs with channels, which an embedding does not have, from its other arguments."""
     names = ("query", "key", "value") if is_attention(layer) else tuple(kwargs)[:1]
     count = 0 if isinstance(layer, nn.Embedding) else max(1, len(names))
     named = [name for name in names if name in kwargs][: max(0, count - len(args))]
     others = {name: value for name, value in kwargs.items() if name not in named}
-    return Read([*args[:count], *(kwargs[name] for name in named)], args[count:], others)
+    return LayerInputs([*args[:count], *(kwargs[name] for name in named)], args[count:], others)
 
 
-def answered(
+def run_replacing(
     model: nn.Module,
     example: Input,
     names: Collection[str],
-    answer: Answer,
+    replace: Replacement,
     mode: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
 ) -> Tensor:
-    """Predict an example while `answer` replaces the outputs of some layers.
-
-    Attention runs step by step, so that NaN goes through it. `mode`, a function mode, receives the network's calls
-    first.
-    """
-    begun: list[Read] = []
+    """Predict an example while `replace` sets the outputs of the named layers, inside a function `mode`."""
+    begun: list[LayerInputs] = []
 
     def enter(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        begun.append(read_by(layer, args, kwargs))
+        begun.append(split_inputs(layer, args, kwargs))
 
     def leave(name: str, layer: nn.Module, _: Any, y: Any) -> Any:
-        given = answer(name, layer, begun.pop(), y[0] if isinstance(y, tuple) else y)
-        return (given, *y[1:]) if isinstance(y, tuple) and isinstance(given, Tensor) else given
+        new = replace(name, layer, begun.pop(), y[0] if isinstance(y, tuple) else y)
+        return (new, *y[1:]) if isinstance(y, tuple) and isinstance(new, Tensor) else new
 
-    with followed_attention(), mode, hooked(model, names, leave, enter):
+    with unfused_attention(), mode, hooked(model, names, leave, enter):
         return call(model, example)
 
 
-# -- reach -------------------------------------------------------------------------------------------------
+# -- the converted share -----------------------------------------------------------------------------------
 
 
 _SHOWN = 5
 """The maximum number of layer kinds in a warning."""
 
 
-def tell_reach(
+def note_reach(
     net: Multitude,
     model: nn.Module,
     converted: Collection[str],
@@ -154,29 +147,29 @@ def tell_reach(
     on_purpose: Collection[str] = (),
     warn: bool = True,
 ) -> None:
-    """Note for `summary()` the share of `model` in its converted layers, by name; warn if it is below one half.
+    """Note for `summary()` the share of `model` in its converted layers; warn if it is below one half.
 
-    The warning ignores layers that a method leaves out `on_purpose`.
+    The warning ignores the layers that a method excludes `on_purpose`.
     """
     parts = converted, on_purpose, [""]
     reached = {"parameters": [_parameters(model, names) for names in parts]}
     counted = _multiply_adds(model, converted, on_purpose, example)
     if counted is not None:
         reached["multiply-adds"] = counted
-    told = " and ".join(f"{_share(ours, whole):.0%} of the {what}" for what, (ours, _, whole) in reached.items())
+    shares = " and ".join(f"{_share(ours, whole):.0%} of the {what}" for what, (ours, _, whole) in reached.items())
     unknown = "unknown without an example" if example is None else "not counted"
-    told += f" (multiply-adds are {unknown})" if counted is None else ""
-    net.notes[REACH] = f"reaches {told}".replace("%", " %")
+    shares += f" (multiply-adds are {unknown})" if counted is None else ""
+    net.notes[REACH] = f"reaches {shares}".replace("%", " %")
     small = any(_share(ours, whole - others) < 0.5 for ours, others, whole in reached.values())
-    left = kinds_left(model, [*converted, *on_purpose])
+    left = unconverted_kinds(model, [*converted, *on_purpose])
     if warn and small and left:
         warnings.warn(
             f"the method {net.notes[REACH]} of model ({type(model).__name__}); left out are {left}", stacklevel=3
         )
 
 
-def kinds_left(model: nn.Module, converted: Collection[str]) -> str:
-    """List the classes with the remaining parameters, largest first, with their numbers of layers."""
+def unconverted_kinds(model: nn.Module, converted: Collection[str]) -> str:
+    """List the classes with the remaining parameters and their numbers of layers, largest first."""
     taken = {id(module) for name in converted for module in model.get_submodule(name).modules()}
     layers: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -201,10 +194,10 @@ def _parameters(model: nn.Module, names: Collection[str]) -> int:
 def _multiply_adds(
     model: nn.Module, converted: Collection[str], on_purpose: Collection[str], example: Input | None
 ) -> list[int] | None:
-    """Count those of converted layers, of layers left out on purpose, and of all; None if no example runs."""
+    """Count those of converted layers, of layers excluded on purpose, and of all; None if no example runs."""
     if any(isinstance(module, nn.RNNBase | nn.Conv3d) for module in model.modules()) and example is None:
         return None
-    x = cheap_example(model) if example is None else example
+    x = usual_example(model) if example is None else example
     if x is None:
         return None
     try:

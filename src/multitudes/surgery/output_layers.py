@@ -1,4 +1,4 @@
-"""The output layers of a network: those that no other layer with weights follows."""
+"""Find the output layers of a network: those that no other layer with weights follows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from multitudes.surgery.select import Selector, select
 
 
 def output_layers(network: nn.Module, heads: Selector = None, example: Input | None = None) -> list[str]:
-    """Return the names of a network's output layers: those that `heads` selects, or those that a run finds.
+    """Return the names of the output layers: those that `heads` selects, or those that a run on `example` finds.
 
-    The run uses `example`, or noise of a size that fits. In a Hugging Face model they are the layers next to its base
-    model.
+    In a Hugging Face model they are the layers next to its base model. The default example is noise of a shape that
+    fits.
     """
     if heads is not None:
         kinds = tuple({type(m) for name, m in network.named_modules() if name and any(True for _ in m.parameters())})
@@ -33,7 +33,7 @@ def output_layers(network: nn.Module, heads: Selector = None, example: Input | N
 
 
 def _beside_base_model(network: nn.Module) -> list[str]:
-    """Return the children with weights next to a Hugging Face model's base model, also in a wrapper of it."""
+    """Return the children with weights next to a Hugging Face model's base model, also in a wrapper."""
     children = {name: child for name, child in network.named_children() if any(True for _ in child.parameters())}
     if not hasattr(type(network), "base_model_prefix") and len(children) == 1 and not network._parameters:
         return [f"{name}.{inner}" for name, child in children.items() for inner in _beside_base_model(child)]
@@ -50,21 +50,20 @@ def _found(network: nn.Module, example: Input | None) -> list[str]:
             return _observed(network, x)
     except ValueError as error:
         raise ValueError(
-            f"heads must be given, which says which layers of model ({type(network).__name__}) give its output: they "
-            f"could not be found, since {error}"
+            f"cannot find the output layers of model ({type(network).__name__}): {error}; name them by heads="
         ) from error
 
 
 def final_layers(network: nn.Module, example: Input) -> list[str]:
-    """Return the names of the layers whose weights reach a network's prediction without another layer in between."""
+    """Return the names of the layers whose weights reach the prediction without another layer in between."""
     return _observed(network, example, lambda answer: _outputs(prediction_in(answer, network)))
 
 
 def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor | None] | None = None) -> list[str]:
     """Return the layers whose weights reach the output, or `read` of it, without another layer in between.
 
-    The inputs of layers with weights are detached, so that the gradient of the network's output reaches the last layers
-    only. A weight that several layers share counts for the one that runs last.
+    The inputs of layers with weights are detached, so that the output's gradient only reaches the last layers. A shared
+    weight belongs to the layer that runs last.
     """
     owned = {name: _own_weights(m) for name, m in network.named_modules() if "parametrizations" not in name.split(".")}
     owners = [name for name, own in owned.items() if own]
@@ -90,12 +89,12 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
     if not found:
         raise ValueError("no gradient of its output reaches a weight")
     if "" in found:
-        raise ValueError("its output is made by a parameter of its own, which is in no layer")
+        raise ValueError("a parameter outside of all layers makes its output")
     return sorted(set(found), key=owners.index)
 
 
 def _own_weights(layer: nn.Module) -> list[nn.Parameter]:
-    """Return a layer's own parameters of rank 2 or more, including those that its weights are computed from."""
+    """Return a layer's own parameters of rank 2 or more, including those that compute its weights."""
     own = list(layer.parameters(recurse=False))
     if parametrize.is_parametrized(layer):
         own += list(layer.get_submodule("parametrizations").parameters())
@@ -116,12 +115,12 @@ def _check(network: nn.Module, names: list[str]) -> None:
     """Raise an error if the heads are all frozen, or share a parameter with another layer."""
     inside = {id(p): p for name in names for p in network.get_submodule(name).parameters()}
     if not any(p.requires_grad for p in inside.values()):
-        raise ValueError(f"heads: {', '.join(map(repr, names))} must have weights that are trained, and all are frozen")
+        raise ValueError(f"heads must have trainable weights, and those of {', '.join(map(repr, names))} are frozen")
     modules = {id(m) for name in names for m in network.get_submodule(name).modules()}
     for name, module in network.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if id(module) not in modules and id(parameter) in inside:
                 raise ValueError(
-                    f"heads: {', '.join(map(repr, names))} would be drawn anew, and with it {own!r} of layer {name!r}, "
-                    "which shares it: heads= says which other layers to draw anew"
+                    f"heads: {', '.join(map(repr, names))} would get new weights, and so would {own!r} of layer "
+                    f"{name!r}, which shares them: name other layers by heads="
                 )

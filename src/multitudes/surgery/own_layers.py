@@ -1,4 +1,4 @@
-"""Layers that each member has for itself, in a network whose other weights the members share."""
+"""Layers with separate weights for each member, in a network whose other weights the members share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from multitudes.networks.copies import copied
 from multitudes.networks.settings import FLAT_WEIGHTS
 from multitudes.networks.views import view
 from multitudes.surgery.affine import SEVERAL, AffineMap, kind_of, maps_of, plain_copy, weight_of
-from multitudes.surgery.initialize import redraw
+from multitudes.surgery.initialize import reinitialize
 from multitudes.surgery.member_affine import AffineMemberLayer
 
 
 class Own(AffineMemberLayer):
-    """A layer of one map with weights `[M, ...]` and biases `[M, O]`, one set for each member."""
+    """A layer of one map with one set of weights `[M, ...]` and biases `[M, O]` per member."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(plain_copy(layers[0], weight_of(layers[0])), len(layers))
@@ -33,7 +33,7 @@ class Own(AffineMemberLayer):
 
     @property
     def weight(self) -> Tensor:
-        return self._asked("weight", self.weights[0])
+        return self._placeholder("weight", self.weights[0])
 
     @property
     def batched(self) -> bool:  # type: ignore[override]
@@ -45,7 +45,7 @@ class Own(AffineMemberLayer):
         return self._all(self._product, x)
 
     def _product(self, rows: Tensor) -> Tensor:
-        """One batched product for all members, `[M, B, ..., I] -> [M, B, ..., O]`."""
+        """Compute one batched product for all members, `[M, B, ..., I] -> [M, B, ..., O]`."""
         y = torch.bmm(rows.flatten(1, -2), self.weights.mT)
         y = y if self.biases is None else y + self.biases.unsqueeze(1)
         return y.view(*rows.shape[:-1], -1)
@@ -57,7 +57,7 @@ class Own(AffineMemberLayer):
         return weight[index]
 
     def stack_of(self, name: str) -> Tensor:
-        """Return all members' versions of one of the layer's tensors, by its name in the layer."""
+        """Return one of the layer's tensors, by name, for all members, `[M, ...]`."""
         return self.get_parameter({"weight": "weights", "bias": "biases"}[name])
 
     def fold(self, index: int) -> nn.Module:
@@ -67,20 +67,20 @@ class Own(AffineMemberLayer):
 
 
 class OwnBlock(MemberLayer):
-    """A block of any layers with parameters and buffers `[M, ...]`, one set for each member.
+    """A block of any layers with one set of parameters and buffers `[M, ...]` per member.
 
-    It runs once for each member with the member's tensors: a batch norm in it has statistics for each member.
+    It runs once per member with the member's tensors, so a batch norm in it has statistics for each member.
     """
 
     tiles = False
-    batched = True  # no slower than one run for each member
+    batched = True  # no slower than one run per member
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(copied(blocks[0]), len(blocks))
         self.places: dict[str, str] = {}  # name of a tensor in the block -> name of its stack here
         named: dict[int, str] = {}
         for path, first in self.layer.named_modules():
-            alike = [block.get_submodule(path) for block in blocks]
+            modules = [block.get_submodule(path) for block in blocks]
             for registry in ("_parameters", "_buffers"):
                 for name, tensor in getattr(first, registry).items():
                     if tensor is None:
@@ -88,7 +88,7 @@ class OwnBlock(MemberLayer):
                     place = f"{path}.{name}" if path else name
                     if id(tensor) not in named:
                         named[id(tensor)] = own = self._free(place.replace(".", "_"))
-                        self._stack(own, place, [getattr(each, registry)[name] for each in alike], first, name)
+                        self._stack(own, place, [getattr(each, registry)[name] for each in modules], first, name)
                     self.places[place] = named[id(tensor)]
         for place in self.places:
             path, _, name = place.rpartition(".")
@@ -103,7 +103,7 @@ class OwnBlock(MemberLayer):
     def _stack(self, own: str, place: str, tensors: list[Tensor], owner: nn.Module, name: str) -> None:
         if any(t.layout is not torch.strided or t.is_quantized or t.shape != tensors[0].shape for t in tensors):
             raise ValueError(
-                f"layer {place!r} holds a tensor that members cannot have of their own: it is no dense one"
+                f"layer {place!r} cannot be copied per member: it is not a dense tensor of one shape for all members"
             )
         if isinstance(tensors[0], nn.Parameter):
             self.register_parameter(own, nn.Parameter(_stacked(tensors), tensors[0].requires_grad))
@@ -111,7 +111,7 @@ class OwnBlock(MemberLayer):
             self.register_buffer(own, _stacked(tensors), name not in owner._non_persistent_buffers_set)
 
     def stack_of(self, name: str) -> Tensor:
-        """Return all members' versions of one of the block's tensors, by its name in the block."""
+        """Return one of the block's tensors, by name, for all members, `[M, ...]`."""
         return self._stacks()[self.places[name]]
 
     def _stacks(self) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class OwnBlock(MemberLayer):
         with torch.no_grad():
             for place, tensor in tensors.items():
                 registry, name = _registry(modules, place)
-                if registry[name] is not tensor:  # a buffer assigned by the block's code
+                if registry[name] is not tensor:  # the block's code has assigned a buffer
                     self._stacks()[self.places[place]][index] = registry[name]
         for path, attributes in given.items():
             twin, module = vars(modules[path]), self.layer.get_submodule(path)
@@ -147,12 +147,12 @@ class OwnBlock(MemberLayer):
         return answer
 
     def __getattr__(self, name: str) -> Any:
-        """Return the block's settings, and for its stacked tensors their shapes: the values differ between members."""
+        """Return the block's settings, and placeholders for its stacked tensors."""
         places = self.__dict__.get("places", {})
         if name in places and "layer" in self.__dict__.get("_modules", {}):
             stacks = self._stacks()
             if places[name] in stacks and name not in stacks:
-                return self._asked(name, stacks[places[name]][0])
+                return self._placeholder(name, stacks[places[name]][0])
         return super().__getattr__(name)
 
     def fold(self, index: int) -> nn.Module:
@@ -170,12 +170,12 @@ class OwnBlock(MemberLayer):
 
 
 def _own_view(block: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """Return a view of a block with its own parameter and buffer registries, and its modules by name."""
+    """Return a view of a block with separate registries of parameters and buffers, and its modules by name."""
     names = ("_parameters", "_buffers")
     changes = {path: {name: dict(getattr(m, name)) for name in names} for path, m in block.named_modules()}
     own = view(block, changes)
     modules = dict(own.named_modules())
-    for path, module in block.named_modules():  # share lists, so that what code appends stays with the block
+    for path, module in block.named_modules():  # share lists, so that the block keeps what code appends
         twin = modules[path].__dict__
         twin.update({key: held for key, held in vars(module).items() if type(held) is list and held == twin[key]})
     return own, modules
@@ -188,13 +188,13 @@ def _registry(modules: Mapping[str, nn.Module], place: str) -> tuple[dict[str, A
     return (parameters if name in parameters else buffers), name
 
 
-def own_parts(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
-    """Return each member's own layers and blocks by name, reset by their rules if `drawn`, else unchanged."""
+def own_member_layers(network: nn.Module, names: Collection[str], members: int, drawn: bool) -> dict[str, MemberLayer]:
+    """Return layers and blocks by name with one copy per member, reinitialized if `drawn`."""
     work = copied(network) if drawn else network
     copies: dict[str, list[nn.Module]] = {name: [] for name in names}
     for _ in range(members):
         if drawn:
-            redraw(work, only=names)
+            reinitialize(work, only=names)
         for name, own in copies.items():
             own.append(copied(work.get_submodule(name)))
     return {name: _own_copies(own) for name, own in copies.items()}

@@ -15,8 +15,8 @@ from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.networks.copies import copied
 
 Selector = None | str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""Layers: None for a method's default, a regular expression for the whole qualified name, a list of names or dotted
-suffixes, or a function of `(name, module)`."""
+"""A choice of layers: None for a method's default, a regular expression for the whole qualified name, a list of names
+or dotted suffixes, or a function of `(name, module)`."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -25,7 +25,7 @@ PRODUCTS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 
 
 def within(name: str, outer: str) -> bool:
-    """Return whether a module, by its name, is another one or inside it."""
+    """Return whether a module, by name, is `outer` or inside it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
@@ -38,9 +38,9 @@ def select(
     kinds: tuple[type[nn.Module], ...] | Mapping[str, nn.Module],
     argument: str = "layers",
 ) -> dict[str, nn.Module]:
-    """Return the layers that `layers` selects among those of some `kinds`, or among given ones, by qualified name.
+    """Return the layers that `layers` selects among those of some classes, or among given ones, by qualified name.
 
-    Errors name the selector by `argument`.
+    Errors call the selector `argument`.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> list(select(model, None, (nn.Linear,)))
@@ -101,9 +101,9 @@ def _listed(model: nn.Module, able: dict[str, nn.Module], wanted: list[str], arg
 
 
 def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of `model` in which the named layers are replaced. The model itself does not change.
+    """Return a copy of `model` with replaced layers, by name, in their former training mode.
 
-    A layer that the network uses in several places is replaced in all of them. Training modes are kept.
+    A layer that the network uses in several places is replaced in all of them.
     """
     check_untied(model, replacements, replacements)
     memo: dict[int, Any] = {}
@@ -113,16 +113,13 @@ def replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> nn.Modul
     replaced = copied(model, memo)
     for module in replaced.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            # Its fast path in evaluation reads the weights of its linear layers instead of calling them.
+            # Turn off the fast path in evaluation, which does not call the layers.
             module.activation_relu_or_gelu = 0
     return replaced
 
 
 def check_untied(model: nn.Module, names: Iterable[str], new: Mapping[str, nn.Module] | None = None) -> None:
-    """Raise an error if replacing layers would split a weight that two layers share.
-
-    `new` holds their replacements, if known.
-    """
+    """Raise an error if replacing layers, by `new` if known, would split a weight that two layers share."""
     new = new or {}
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -146,10 +143,7 @@ def _share(layers: Sequence[nn.Module]) -> bool:
 def plain_layer(
     kind: type[nn.Module], layer: nn.Module, weight: Tensor, bias: Tensor | None, omit: Sequence[str] = ()
 ) -> nn.Module:
-    """Build a layer of torch's own class `kind`, with these weights and with the settings and buffers of `layer`.
-
-    `omit` names the settings of `layer` that torch's class does not have.
-    """
+    """Build a layer of torch's class `kind` with these weights and the settings, except `omit`, of `layer`."""
     plain = kind.__new__(kind)
     nn.Module.__init__(plain)
     own = {*vars(plain), *omit, "draw", "expects"}
@@ -168,7 +162,7 @@ Factory = Callable[[], nn.Module]
 """A builder of a network: a function without arguments, or a class that needs none."""
 
 
-def built(model: nn.Module | Factory) -> nn.Module:
+def build_network(model: nn.Module | Factory) -> nn.Module:
     """Return the network, or one that the factory builds."""
     if isinstance(model, nn.Module):
         return model
@@ -182,12 +176,12 @@ def built(model: nn.Module | Factory) -> nn.Module:
         pass
     network = model()
     if not isinstance(network, nn.Module):
-        raise ValueError(f"model must build an nn.Module, got a function that gives a {type(network).__name__}")
+        raise ValueError(f"model must build an nn.Module, got a function that returns a {type(network).__name__}")
     return network
 
 
 def is_frozen(layer: nn.Module) -> bool:
-    """Return whether a layer has frozen parameters, which keep their values in any conversion."""
+    """Return whether a layer has frozen parameters, which conversions keep."""
     return any(not parameter.requires_grad for parameter in layer.parameters())
 
 
@@ -197,8 +191,8 @@ def check_model(model: nn.Module, nested: bool = False) -> nn.Module:
         raise ValueError(f"model must be an nn.Module, or a function that builds one, got {type(model).__name__}")
     if isinstance(plain(model), Multitude) and not nested:
         raise ValueError(
-            f"model is a multitude of members already ({type(model).__name__} of {model.members} members): "
-            "convert the network first and make members of it after"
+            f"model is a multitude of members already ({type(model).__name__} of {model.members} members): apply this "
+            "method to the network, before making members of it"
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):

@@ -105,7 +105,7 @@ class Validation:
 def settle(net: Multitude, x: Input) -> None:
     """Prepare a network for its first run, and keep the result."""
     with input_errors(x), plain_attention():
-        net.settle(x)
+        net.prepare_run(x)
 
 
 def copied_tensors(net: nn.Module) -> dict[str, Tensor]:

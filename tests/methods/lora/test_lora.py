@@ -338,7 +338,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"layers=\['4'\] selects output layers alone"):
         mt.lora(model, 2, rank=2, layers=["4"])
     frozen = mlp().requires_grad_(False)
-    with pytest.raises(ValueError, match="heads: '4' must have weights that are trained, and all are frozen"):
+    with pytest.raises(ValueError, match="heads must have trainable weights, and those of '4' are frozen"):
         mt.lora(frozen, 2, rank=2)
     assert mt.lora(frozen, 2, rank=2, heads=[]).independent
     convolutional = NETWORKS["separable"].model()

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from multitudes.ensemble.packing.packed_values import CannotPack, Many, Stacked, Team, Value, applied, mapped
+from multitudes.ensemble.packing.packed_values import (
+    CannotPack,
+    Many,
+    PackingState,
+    Stacked,
+    Value,
+    dispatch,
+    run_under_vmap,
+)
 from multitudes.ensemble.packing.rules import DROPOUTS, LAYERS
 from multitudes.networks.architecture import stackable
 from multitudes.networks.calls import Input, chosen_output, part_of, split_call
@@ -34,15 +42,15 @@ def gains_channels_last(network: nn.Module) -> bool:
 class PackedNetwork:
     """One network that computes all members; `packed(tensors, x)` returns `[M, B, ...]`.
 
-    `network` is a copy for this use only. Each of its parameters and buffers is replaced by a `Stacked` value for all
-    members, whose tensors are given stacked, `[M, ...]`, by name. The network's own Python code runs in every call, and
-    each torch function that it calls computes all members.
+    `network` is a copy for this use only. Each of its parameters and buffers is replaced by a `Stacked` value, whose
+    tensor `[M, ...]` every call gets by name. The network's own Python code runs in every call, and each torch function
+    that it calls computes all members.
     """
 
     def __init__(self, network: nn.Module, members: int) -> None:
         self.network = network
-        self.team = Team(members, gains_channels_last(network))
-        self.weights = _replaced_weights(network, self.team)
+        self.state = PackingState(members, gains_channels_last(network))
+        self.weights = _replaced_weights(network, self.state)
         self.writing = writing_modules(network)
         drawing = stochastic_layers(network)
         self.draws = bool(drawing)
@@ -52,18 +60,18 @@ class PackedNetwork:
             if rule is not None and not getattr(module, "return_indices", False):
                 vars(module)["forward"] = partial(_by_rule, rule, module.forward)
             elif not self.watched and (rule := DROPOUTS.get(type(module))) is not None:
-                vars(module)["forward"] = partial(_dropped, module, rule, module.forward, self.team)
+                vars(module)["forward"] = partial(_dropped, module, rule, module.forward, self.state)
         for layer in drawing:
             for kind in ("normal", "uniform"):
-                vars(layer)[kind] = partial(_numbers, getattr(layer, kind), self.team)
+                vars(layer)[kind] = partial(_numbers, getattr(layer, kind), self.state)
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Input) -> Tensor:
         for name, weight in self.weights.items():
             weight.tensor = tensors[name]
-        self.team.gradients = torch.is_grad_enabled()
-        members = self.team.members
+        self.state.gradients = torch.is_grad_enabled()
+        members = self.state.members
         own_draws = as_member(self.network, torch.arange(members), members) if self.draws else nullcontext()
-        own_noise = _Noise(self.team) if self.watched else nullcontext()
+        own_noise = _Noise(self.state) if self.watched else nullcontext()
         args, kwargs = split_call(self.network, x)
         restored = attributes_restored(self.writing) if self.writing else nullcontext()
         try:
@@ -84,25 +92,25 @@ class PackedNetwork:
             answer = answer if alone else part
         elif isinstance(answer, Mapping) or hasattr(answer, "logits"):
             answer = answer["logits"] if isinstance(answer, Mapping) else answer.logits
-        if isinstance(answer, Tensor):  # no weights were used: the same for every member
-            return answer.expand(self.team.members, *answer.shape)
+        if isinstance(answer, Tensor):  # the same for every member, since no weights were used
+            return answer.expand(self.state.members, *answer.shape)
         if not isinstance(answer, Many):
             raise CannotPack(f"it returns a {type(answer).__name__}")
         return answer.stacked()
 
 
-def _replaced_weights(network: nn.Module, team: Team) -> dict[str, Stacked]:
+def _replaced_weights(network: nn.Module, state: PackingState) -> dict[str, Stacked]:
     """Replace a network's tensors by stacked values; return these by name."""
     weights: dict[str, Stacked] = {}
     for path, module in network.named_modules():
         for registry in (module._parameters, module._buffers):
             for name in [name for name, tensor in registry.items() if tensor is not None and stackable(tensor)]:
-                weight = Stacked(registry.pop(name), team)
+                weight = Stacked(registry.pop(name), state)
                 vars(module)[name] = weights[f"{path}.{name}" if path else name] = weight
     return weights
 
 
-# -- layers that bypass torch's dispatch, which takes longer than they do ---------------------------------------
+# -- layers that bypass torch's dispatch, which takes longer than their computation ------------------------
 
 
 def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Value) -> Any:
@@ -111,13 +119,13 @@ def _by_rule(rule: Callable[..., Any], forward: Callable[[Any], Any], value: Val
 
 
 def _dropped(
-    layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], team: Team, value: Value
+    layer: nn.Module, rule: Callable[..., Any], forward: Callable[[Any], Any], state: PackingState, value: Value
 ) -> Any:
-    """Give members their own dropout noise, also on a shared value."""
+    """Draw dropout noise for each member, also for a shared value."""
     if not layer.training:
         return value
     if isinstance(value, Tensor):
-        value = Stacked(value.expand(team.members, *value.shape), team)
+        value = Stacked(value.expand(state.members, *value.shape), state)
     return _by_rule(rule, forward, value)
 
 
@@ -125,25 +133,25 @@ def _dropped(
 
 
 class _Noise(TorchFunctionMode):
-    """Give each member its own numbers when the network's own code draws, for example by `torch.rand(x.shape)`."""
+    """Draw numbers for each member when the network's own code draws, for example by `torch.rand(x.shape)`."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, state: PackingState) -> None:
         super().__init__()
-        self.team = team
+        self.state = state
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, Many) for kind in types):
-            return applied(function, *args, **kwargs)
+            return dispatch(function, *args, **kwargs)
         if draws_by(function) is not None and kwargs.get("generator") is None:
-            return mapped(self.team, function, *args, **kwargs)
+            return run_under_vmap(self.state, function, *args, **kwargs)
         return function(*args, **kwargs)
 
 
-def _numbers(own: Callable[..., Any], team: Team, shape: Sequence[int], like: Any) -> Many:
-    """Return random numbers of all members, `[M, *shape]`."""
+def _numbers(own: Callable[..., Any], state: PackingState, shape: Sequence[int], like: Any) -> Many:
+    """Draw random numbers of all members, `[M, *shape]`."""
     numbers = own(shape, like)
-    return numbers if isinstance(numbers, Many) else Stacked(numbers, team)
+    return numbers if isinstance(numbers, Many) else Stacked(numbers, state)
 
 
 def _may_draw(module: nn.Module) -> bool:

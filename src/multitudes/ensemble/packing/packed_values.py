@@ -1,4 +1,4 @@
-"""Values of a packed network: one tensor for all members that code uses like a tensor of one member."""
+"""Values of a packed network: one tensor for all members, used like a tensor of one member."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from multitudes.networks.calls import InputError
 from multitudes.networks.vmap import at_once
 
 RULES: dict[Any, Callable[..., Any]] = {}
-"""Rules that run torch's functions for all members at once: `rule(function, *args, **kwargs)`, with the function's
-arguments, returns the result, or `NotImplemented` for arguments that it does not support (`rules.py`)."""
+"""Rules that run torch's functions for all members: `rule(function, *args, **kwargs)` returns the result, or
+`NotImplemented` for arguments that it does not support (`rules.py`)."""
 
 _SETTINGS = {"ndim", "dtype", "device", "is_cuda", "requires_grad", "layout"}
 _SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"}
@@ -26,44 +26,44 @@ _SETTINGS |= {"size", "numel", "is_floating_point", "is_complex", "element_size"
 
 
 class CannotPack(InputError):
-    """The reason why the packed runner cannot run a network."""
+    """Raised if the packed runner cannot run a network; holds the reason."""
 
 
 @dataclass(eq=False)
-class Team:
-    """The members that run together."""
+class PackingState:
+    """The state of a packed run, which all its values share."""
 
     members: int
     channels_last: bool = False
     """True if a CPU should keep feature maps channels-last."""
     gradients: bool = False
     """True if gradients are recorded."""
-    mapped: set[str] = field(default_factory=set)
-    """Names of the functions that ran under vmap, since no rule took them."""
+    vmapped: set[str] = field(default_factory=set)
+    """Names of the functions that ran under vmap, for lack of a rule."""
 
 
 class Many:
     """One value per member; torch's functions and methods compute all of them."""
 
-    __slots__ = ("__weakref__", "team", "tensor")
+    __slots__ = ("__weakref__", "state", "tensor")
 
-    def __init__(self, tensor: Tensor, team: Team) -> None:
-        if team.gradients and not torch.is_grad_enabled():  # as in an autograd function with its own backward
-            raise CannotPack("its forward switches gradients off, which members that run packed cannot follow")
+    def __init__(self, tensor: Tensor, state: PackingState) -> None:
+        if state.gradients and not torch.is_grad_enabled():  # such as an autograd function with its own backward
+            raise CannotPack("its forward switches gradients off, which packed members do not support")
         self.tensor = tensor
-        self.team = team
+        self.state = state
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return applied(function, *args, **(kwargs or {}))
+        return dispatch(function, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
             return getattr(self.stacked()[0], name)
         attribute = getattr(Tensor, name)
         if callable(attribute):
-            return partial(applied, attribute, self)
-        return applied(attribute.__get__, self)
+            return partial(dispatch, attribute, self)
+        return dispatch(attribute.__get__, self)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
@@ -91,7 +91,7 @@ class Many:
         raise NotImplementedError
 
     def like(self, tensor: Tensor) -> Many:
-        return type(self)(tensor, self.team)
+        return type(self)(tensor, self.state)
 
 
 class Packed(Many):
@@ -104,7 +104,7 @@ class Packed(Many):
 
     def stacked(self) -> Tensor:
         batch, channels, *rest = self.tensor.shape
-        return self.tensor.view(batch, self.team.members, channels // self.team.members, *rest).movedim(1, 0)
+        return self.tensor.view(batch, self.state.members, channels // self.state.members, *rest).movedim(1, 0)
 
     def packed(self) -> Tensor:
         return self.tensor
@@ -133,15 +133,15 @@ Value = Many | Tensor
 # -- functions of values -----------------------------------------------------------------------------------
 
 
-def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a torch function for all members at once: by its rule, or under `vmap`, which is right for any function."""
+def dispatch(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a torch function for all members, by its rule or else under `vmap`."""
     rule = RULES.get(function)
     if rule is not None and (not kwargs or _fits(rule, len(args), tuple(kwargs))):
         result = rule(function, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    team = next(leaf.team for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
-    return mapped(team, function, *args, **kwargs)
+    state = next(leaf.state for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Many))
+    return run_under_vmap(state, function, *args, **kwargs)
 
 
 @cache
@@ -154,21 +154,21 @@ def _fits(rule: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
     return True
 
 
-def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function under `vmap`, with each member's own random numbers; what all members share stays shared."""
+def run_under_vmap(state: PackingState, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a function under `vmap`, with each member's own random numbers; shared values are not batched."""
     name = getattr(function, "__name__", str(function))
     if not torch.compiler.is_compiling():
-        team.mapped.add(name)
+        state.vmapped.add(name)
     if function is Tensor.view:  # members' values need not be contiguous
         function = Tensor.reshape
     leaves, structure = tree_flatten((args, kwargs))
     try:
-        with at_once(team.members) as members:
+        with at_once(state.members) as members:
             own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
             given, options = tree_unflatten(own, structure)
             results, form = tree_flatten(function(*given, **options))
             whole = [
-                Stacked(members.whole(each), team)
+                Stacked(members.whole(each), state)
                 if isinstance(each, Tensor) and _functorch.is_batchedtensor(each)
                 else each
                 for each in results
@@ -183,7 +183,7 @@ def mapped(team: Team, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _operator(name: str, function: Any) -> None:
     def method(self: Many, *args: Any) -> Any:
-        return applied(function, self, *args)
+        return dispatch(function, self, *args)
 
     setattr(Many, name, method)
 

@@ -1,7 +1,7 @@
 """1x1 convolutions of packed members on a GPU, where cuDNN's grouped ones are slow.
 
-There are two faster ways: one dense convolution by the block-diagonal weight, whose zeros are free as long as memory,
-not arithmetic, is the limit; and, for wide layers, a batched product over channels-last views.
+Two ways are faster: one dense convolution by the block-diagonal weight, as long as memory is the limit and not
+arithmetic; and, for wide layers, a batched product over channels-last views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _plain = False  # True: keep convolutions as they are
 
 @contextmanager
 def plain_convolutions() -> Iterator[None]:
-    """Keep convolutions as they are, for code that selects the implementation of each one itself."""
+    """Keep convolutions as they are, for code that chooses their implementation itself."""
     global _plain
     before, _plain = _plain, True
     try:

@@ -1,4 +1,4 @@
-"""Dropout that draws its random numbers four at a time on a CPU, where drawing takes longer than dropping."""
+"""Dropout that draws its random numbers four at a time on a CPU, where drawing takes most of the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 LEVELS = 1 << 16
-"""Values of one random number: sixteen bits, so that one number of torch's holds four."""
+"""Values of one random number of 16 bits; one of torch's 64-bit numbers holds four."""
 FEW = 1 << 14
 """Sizes below which torch's own dropout is as fast."""
 

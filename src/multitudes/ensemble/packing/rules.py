@@ -1,7 +1,7 @@
 """Rules that run torch's functions on packed channels, `[B, M*C, ...]`.
 
-A rule takes the function and its arguments, and returns the result for all members at once; or `NotImplemented`, and
-the function runs under `torch.vmap` instead. Weights are stacked, `[M, ...]`, and used as views.
+A rule takes the function and its arguments and returns the result for all members. If it returns `NotImplemented`,
+the function runs under `torch.vmap`. Weights are stacked, `[M, ...]`, and used as views.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multitudes.ensemble.packing.packed_values import RULES, CannotPack, Many, Packed, Stacked, Team, Value
+from multitudes.ensemble.packing.packed_values import RULES, CannotPack, Many, Packed, PackingState, Stacked, Value
 from multitudes.ensemble.packing.pointwise import pointwise, worth_a_product
 from multitudes.ensemble.packing.quick_dropout import QuickDropout
 from multitudes.networks.vmap import products
@@ -21,8 +21,8 @@ from multitudes.networks.vmap import products
 Weight = Many | None
 
 
-def _team(*values: Any) -> Team:
-    return next(value.team for value in values if isinstance(value, Many))
+def _state(*values: Any) -> PackingState:
+    return next(value.state for value in values if isinstance(value, Many))
 
 
 def _are_many(*weights: Any) -> bool:
@@ -34,14 +34,14 @@ def _flat(weight: Weight) -> Any:
     return None if weight is None else weight.stacked().flatten(0, 1)
 
 
-def _packed(value: Value, team: Team) -> Tensor:
+def _packed(value: Value, state: PackingState) -> Tensor:
     """Return a value as `[B, M*C, ...]`; repeat a shared one."""
-    return value.packed() if isinstance(value, Many) else value.repeat(1, team.members, *[1] * (value.dim() - 2))
+    return value.packed() if isinstance(value, Many) else value.repeat(1, state.members, *[1] * (value.dim() - 2))
 
 
-def _stacked(value: Value, team: Team) -> Tensor:
+def _stacked(value: Value, state: PackingState) -> Tensor:
     """Return a value as `[M, B, ...]`; expand a shared one."""
-    return value.stacked() if isinstance(value, Many) else value.expand(team.members, *value.shape)
+    return value.stacked() if isinstance(value, Many) else value.expand(state.members, *value.shape)
 
 
 # -- layers with weights -----------------------------------------------------------------------------------
@@ -57,17 +57,17 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Run one plain convolution on a shared input, and a grouped one on packed members."""
+    """Run one plain convolution on a shared input, or a grouped one on packed members."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
-    team = weight.team
-    if team.channels_last and isinstance(input, Tensor) and input.dim() == 4 and input.device.type == "cpu":
+    state = weight.state
+    if state.channels_last and isinstance(input, Tensor) and input.dim() == 4 and input.device.type == "cpu":
         input = input.clone(memory_format=torch.channels_last)
     if isinstance(input, Many) and worth_a_product(input.packed(), weight, padding, groups):
-        return Packed(pointwise(input.packed(), weight.stacked(), _flat(bias), stride), team)
+        return Packed(pointwise(input.packed(), weight.stacked(), _flat(bias), stride), state)
     if isinstance(input, Many) or groups > 1:
-        input, groups = _packed(input, team), groups * team.members
-    return Packed(function(input, _flat(weight), _flat(bias), stride, padding, dilation, groups), team)
+        input, groups = _packed(input, state), groups * state.members
+    return Packed(function(input, _flat(weight), _flat(bias), stride, padding, dilation, groups), state)
 
 
 def transposed_convolution(
@@ -84,26 +84,26 @@ def transposed_convolution(
     """Run a grouped transposed convolution; repeat a shared input."""
     if weight is None or not _are_many(weight, bias) or input.dim() != weight.dim():
         return NotImplemented
-    team, x = weight.team, _packed(input, weight.team)
-    groups *= team.members
-    return Packed(function(x, _flat(weight), _flat(bias), stride, padding, output_padding, groups, dilation), team)
+    state, x = weight.state, _packed(input, weight.state)
+    groups *= state.members
+    return Packed(function(x, _flat(weight), _flat(bias), stride, padding, output_padding, groups, dilation), state)
 
 
 def linear(function: Any, input: Value, weight: Any, bias: Any = None) -> Any:
-    """Run one wide product on a shared input, and a batched one on the members' own."""
+    """Run one wide product on a shared input, or a batched one on the members' own inputs."""
     if not _are_many(weight, bias) or weight.dim() != 2:
         return NotImplemented
-    team = weight.team
+    state = weight.state
     if isinstance(input, Tensor):
         wide = function(input, _flat(weight), _flat(bias))
         if wide.dim() == 2:
-            return Packed(wide, team)
-        return Stacked(wide.unflatten(-1, (team.members, -1)).movedim(-2, 0), team)
+            return Packed(wide, state)
+        return Stacked(wide.unflatten(-1, (state.members, -1)).movedim(-2, 0), state)
     if input.dim() < 2:
         return NotImplemented
     x = input.stacked()
     rows = products(x.flatten(1, -2), weight.stacked(), None if bias is None else bias.stacked())
-    return Stacked(rows.view(*x.shape[:-1], rows.shape[-1]), team)
+    return Stacked(rows.view(*x.shape[:-1], rows.shape[-1]), state)
 
 
 def batch_norm(
@@ -120,8 +120,8 @@ def batch_norm(
     tensors = running_mean, running_var, weight, bias
     if not _are_many(*tensors):
         return NotImplemented
-    team = _team(input, *tensors)
-    return Packed(function(_packed(input, team), *map(_flat, tensors), *settings, **options), team)
+    state = _state(input, *tensors)
+    return Packed(function(_packed(input, state), *map(_flat, tensors), *settings, **options), state)
 
 
 def instance_norm(
@@ -145,8 +145,8 @@ def group_norm(
     """Run one group norm with M times the groups."""
     if not _are_many(weight, bias):
         return NotImplemented
-    team = _team(input, weight, bias)
-    return Packed(function(_packed(input, team), team.members * num_groups, _flat(weight), _flat(bias), eps), team)
+    state = _state(input, weight, bias)
+    return Packed(function(_packed(input, state), state.members * num_groups, _flat(weight), _flat(bias), eps), state)
 
 
 def layer_norm(
@@ -160,21 +160,21 @@ def layer_norm(
     """Run layer norm over the last dimensions of stacked members."""
     if not _are_many(weight, bias):
         return NotImplemented
-    team = _team(input, weight, bias)
-    x = function(_stacked(input, team), normalized_shape, eps=eps)
-    shape = (team.members, *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
+    state = _state(input, weight, bias)
+    x = function(_stacked(input, state), normalized_shape, eps=eps)
+    shape = (state.members, *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
     x = x if weight is None else x * weight.stacked().view(shape)
-    return Stacked(x if bias is None else x + bias.stacked().view(shape), team)
+    return Stacked(x if bias is None else x + bias.stacked().view(shape), state)
 
 
 def prelu(function: Any, input: Value, weight: Any) -> Any:
     """Run PReLU per channel; expand a single slope to all channels."""
     if not isinstance(weight, Many) or input.dim() < 2:
         return NotImplemented
-    x, slopes = _packed(input, weight.team), weight.stacked()
+    x, slopes = _packed(input, weight.state), weight.stacked()
     if slopes.shape[1] == 1:
         slopes = slopes.expand(len(slopes), x.shape[1] // len(slopes))
-    return Packed(function(x, slopes.flatten(0, 1)), weight.team)
+    return Packed(function(x, slopes.flatten(0, 1)), weight.state)
 
 
 # -- other functions ---------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def per_channel(function: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Run pooling and other functions of single channels."""
     if not isinstance(input, Many) or input.dim() < 3 or kwargs.get("return_indices"):
         return NotImplemented
-    return Packed(function(input.packed(), *args, **kwargs), input.team)
+    return Packed(function(input.packed(), *args, **kwargs), input.state)
 
 
 def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
@@ -214,7 +214,7 @@ def pad(function: Any, input: Any, pad: Sequence[int], mode: str = "constant", v
 
 def flatten(function: Any, input: Many, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Flatten features, which stay next to those of their member."""
-    return NotImplemented if start_dim < 1 else Packed(function(input.packed(), start_dim, end_dim), input.team)
+    return NotImplemented if start_dim < 1 else Packed(function(input.packed(), start_dim, end_dim), input.state)
 
 
 def reshape(function: Any, input: Any, *shape: Any) -> Any:
@@ -222,7 +222,7 @@ def reshape(function: Any, input: Any, *shape: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
     if not isinstance(input, Packed) or len(sizes) != 2 or sizes[0] != len(input.tensor) or sizes[1] != -1:
         return NotImplemented
-    return Packed(input.tensor.reshape(len(input.tensor), -1), input.team)
+    return Packed(input.tensor.reshape(len(input.tensor), -1), input.state)
 
 
 def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def reduce(function: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     if min(each % input.dim() for each in dims) < 2:
         return NotImplemented
-    return Packed(function(input.tensor, dim, *args, **kwargs), input.team)
+    return Packed(function(input.tensor, dim, *args, **kwargs), input.state)
 
 
 def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
@@ -242,16 +242,16 @@ def concatenate(function: Any, tensors: Any, dim: int = 0) -> Any:
         return NotImplemented
     if dim % values[0].dim() != 1:
         return NotImplemented
-    team = _team(*values)
-    parts = [_packed(value, team).unflatten(1, (team.members, -1)) for value in values]
-    return Packed(torch.cat(parts, 2).flatten(1, 2), team)
+    state = _state(*values)
+    parts = [_packed(value, state).unflatten(1, (state.members, -1)) for value in values]
+    return Packed(torch.cat(parts, 2).flatten(1, 2), state)
 
 
 def number(function: Any, input: Many) -> float:
-    """Return a number that all members share, such as the batch count of batch norms; raise an error if they differ."""
+    """Return a number that is equal for all members, such as the batch count of batch norms; else raise an error."""
     values = input.stacked()
     if not bool((values == values[0]).all()):
-        raise CannotPack("its code looks at numbers that differ between members")
+        raise CannotPack("its code reads numbers that differ between members")
     return float(values[0])
 
 

@@ -8,26 +8,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.ensemble.runners.loop_runner import LoopRunner
 from multitudes.ensemble.runners.member_size import convolves, is_small, is_watched
 from multitudes.ensemble.runners.packed_runner import PackedRunner
-from multitudes.ensemble.runners.selection import INDEPENDENT, Use, runners_for
+from multitudes.ensemble.runners.selection import INDEPENDENT, Workload, runners_for
 from multitudes.ensemble.runners.template import CannotStack
 from multitudes.ensemble.runners.vmapped_runner import VmappedRunner
-from multitudes.networks.calls import Input, InputError, tensors_in
+from multitudes.networks.calls import Input, InputError, call, tensors_in
 from multitudes.networks.compiler import uncompiled
+from multitudes.networks.stochastic import as_member
 from multitudes.networks.verification import Verdicts, difference
 
 RUNNERS = ("auto", "loop", "packed", "vmapped")
 
 FAST: dict[str, type[PackedRunner] | type[VmappedRunner]] = {"packed": PackedRunner, "vmapped": VmappedRunner}
-"""The runners that compute all members at once, each compared with the loop before it is used."""
+"""The runners that compute all members at once; each is compared with the loop before use."""
+
+
+class LoopRunner:
+    """Run members one after the other, each by its own code and with its own random numbers; always right."""
+
+    name = "loop"
+
+    def __init__(self, networks: nn.ModuleList) -> None:
+        self.networks = networks
+
+    def __call__(self, x: Input) -> Tensor:
+        return torch.stack([self.one(index, network, x) for index, network in enumerate(self.networks)])
+
+    def one(self, index: int, network: nn.Module, x: Input) -> Tensor:
+        """Run one member, `[B, ...]`."""
+        with as_member(network, index, len(self.networks)):
+            return call(network, x)
 
 
 class IndependentRunners:
-    """The runners of networks of one architecture, with cached findings about them; not saved.
+    """The runners of networks of one architecture, with a cache of choices and verdicts; not saved.
 
-    Networks that are multitudes themselves (`nested`) run one after the other.
+    Networks that are multitudes (`nested`) run one after the other.
     """
 
     def __init__(self, networks: nn.ModuleList, nested: bool) -> None:
@@ -38,12 +55,12 @@ class IndependentRunners:
         self.usual_names: dict[Any, str] = {}
 
     def run(self, name: str, x: Input) -> Tensor:
-        """Run all members, `-> [M, B, ...]`, by the runner of a name, or by the usual one for `"auto"`."""
+        """Run all members, `-> [M, B, ...]`, by the named runner; `"auto"` selects the usual one."""
         runner = self.choose(name, x)
         return self.loop(x) if runner is None else runner(x)
 
     def choose(self, name: str, x: Input) -> PackedRunner | VmappedRunner | None:
-        """Return the fast runner to use, which was compared with the loop; None for the loop."""
+        """Return the verified fast runner to use; None for the loop."""
         wanted = self._usual(x) if name == "auto" else name
         if wanted == "loop":
             return None
@@ -53,7 +70,7 @@ class IndependentRunners:
         return None if reason else self.fast[wanted]
 
     def _usual(self, x: Input) -> str:
-        """Return the name of the runner that is usually the fastest, by the table in `selection.py`."""
+        """Return the name of the runner that is usually the fastest (`selection.py`)."""
         first = x if isinstance(x, Tensor) else tensors_in(x)[0]
         if not first.is_cuda and (torch.compiler.is_compiling() or is_watched()):
             return "loop"
@@ -62,13 +79,13 @@ class IndependentRunners:
         if key not in self.usual_names:
             small = not first.is_cuda and self._packs_small(x)
             rows = len(first) if first.dim() else 0
-            use = Use(first.device.type, training, rows, False, convolves=convolves(self.networks[0]), small=small)
+            use = Workload(first.device.type, training, rows, False, convolves=convolves(self.networks[0]), small=small)
             self.usual_names[key] = runners_for(INDEPENDENT, use)[0]
         return self.usual_names[key]
 
     @uncompiled
     def _packs_small(self, x: Input) -> bool:
-        """Return whether members are small on `x`, and the packed runner has a rule for each of their steps."""
+        """Return whether members are small on `x` and the packed runner has a rule for each step."""
         first = self.networks[0]
         if not is_small(first, len(self.networks), x, partial(self.loop.one, 0, first, x)) or self.refusal("packed", x):
             return False
@@ -76,7 +93,7 @@ class IndependentRunners:
         return isinstance(packed, PackedRunner) and packed.all_steps_have_rules()
 
     def refusal(self, name: str, x: Input) -> str:
-        """Return why a runner cannot run inputs like `x` in the present mode; an empty string if it can."""
+        """Return why a runner cannot run inputs like `x` in the current mode; "" if it can."""
         if torch.compiler.is_compiling():
             for gradients in (torch.is_grad_enabled(), not torch.is_grad_enabled()):
                 known = self.verdicts.in_mode.get(((name, gradients), self.networks.training))
@@ -85,9 +102,9 @@ class IndependentRunners:
         return self._checked(name, x)
 
     def prepared(self, name: str) -> PackedRunner | VmappedRunner:
-        """Return a runner that fits the current networks; discard the findings about an earlier one."""
+        """Return the named runner for the current networks; discard the verdicts on an outdated one."""
         if self.nested:
-            raise CannotStack("its members are multitudes themselves, which run one after the other")
+            raise CannotStack("its members are multitudes, which run one after the other")
         if name not in self.fast:
             self.fast[name] = FAST[name](self.networks)
         if self.fast[name].prepare():

@@ -1,4 +1,4 @@
-"""The size of a member: whether a CPU spends most of its time on calling the member's layers."""
+"""Decide whether members are so small that a CPU spends most of its time on calling their layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from multitudes.networks.trace import recording, unmoved
 from multitudes.networks.versions import hooked_module
 
 MANY = 8
-"""From this many members on, calling layers M times takes longer than stacking their weights in every call. With fewer,
-only convolutions of several rows are faster packed."""
+"""From this many members on, calling layers M times takes longer than stacking their weights. With fewer, only
+convolutions of several rows are faster packed."""
 
 MOST_WEIGHTS = 2**21
-"""Maximum bytes of all members' weights in networks without convolutions, since they are stacked in every call."""
+"""Maximum bytes of all members' weights in networks without convolutions; every call stacks them."""
 
 MOST_KERNELS = 2**23
 """Maximum bytes of all members' weights in networks with convolutions."""
@@ -39,7 +39,7 @@ def convolves(network: nn.Module) -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether a transform, a dispatch mode or a tracer is active, which should see each member's own code."""
+    """Return whether a transform, a dispatch mode or a tracer is active, which must run each member's own code."""
     return (
         _functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
@@ -50,8 +50,7 @@ def is_watched() -> bool:
 def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor]) -> bool:
     """Return whether members are so small on `x` that running them packed is faster; `run` runs one of them.
 
-    Packing makes a CPU's depthwise convolutions and those of one pixel several times slower, so that networks of these
-    are not small.
+    Packed depthwise and 1x1 convolutions are several times slower on a CPU, so networks of these are not small.
     """
     tensors = tensors_in(x)
     kinds = {t.dtype for t in (*tensors, *member.parameters()) if t.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Members that share weights, one after the other: each runs as a view of the network."""
+"""The runner of members that share weights one after the other, each as a view of the network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from multitudes.networks.views import Views, may_write, run, view
 
 
 class OneByOne:
-    """Run each member alone on the unchanged batch, `x -> [M, B, ...]`.
+    """Run each member alone on the batch, `x -> [M, B, ...]`.
 
-    All start from the same buffers. Afterwards a shared buffer is the mean of the members' results, or the last result
-    for integers.
+    All start from the same buffers. A shared buffer becomes the mean of the members' results, or the last integer.
     """
 
     def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:
@@ -35,26 +34,25 @@ class OneByOne:
         draw = next((layer.draw for layer in stochastic_layers(self.network) if isinstance(layer.draw, Draw)), None)
         runs: list[Callable[[], Tensor]] = [partial(run, each, x) for each in views]
         if draw is not None:
-            runs = [partial(_drawn, draw, index, self.members, one) for index, one in enumerate(runs)]
-        predictions = each_from_the_same(self.network, runs)
+            runs = [partial(_run_with_draw, draw, index, self.members, one) for index, one in enumerate(runs)]
+        predictions = run_from_same_buffers(self.network, runs)
         if self.views.may_write:
             self.views.show()
         return torch.stack(predictions)
 
     def current(self) -> list[nn.Module]:
-        """Return the members, as views of the network as it is now."""
+        """Return the members, as views of the current network."""
         self.views.versions.look()
         return self.views.current()
 
 
-def _drawn(draw: Draw, index: int, members: int, one: Callable[[], Tensor]) -> Tensor:
-    """Run a member with random numbers of its own."""
+def _run_with_draw(draw: Draw, index: int, members: int, one: Callable[[], Tensor]) -> Tensor:
     with draw.of_member(index, members):
         return one()
 
 
 def member_view(network: nn.Module, index: int) -> nn.Module:
-    """Return a view of a network that is one member."""
+    """Return one member as a view of the network."""
     return view(network, {name: layer.as_member(index) for name, layer in member_layers(network).items()}, may_write)
 
 
@@ -62,18 +60,18 @@ def _members(members: int, network: nn.Module) -> list[nn.Module]:
     return [member_view(network, index) for index in range(members)]
 
 
-def each_from_the_same(network: nn.Module, runs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run functions that move a network's shared buffers, each from the same state of them; keep the mean."""
+def run_from_same_buffers(network: nn.Module, runs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run each function from the same state of the network's shared buffers; set these to the mean of the results."""
     shared = [m for m in network.modules() if m._buffers and not isinstance(m, MemberLayer)]
     if not shared:
-        return [turn() for turn in runs]
+        return [one() for one in runs]
     before = [(m, name, b, b.clone(), b._version) for m in shared for name, b in m._buffers.items() if b is not None]
     empty = [(m, name) for m in shared for name, b in m._buffers.items() if b is None]
     made: list[list[Any]] = [[] for _ in before]
     new: list[list[Any]] = [[] for _ in empty]
     results = []
-    for turn in runs:
-        results.append(turn())
+    for one in runs:
+        results.append(one())
         for own, (module, name, buffer, value, version) in zip(made, before, strict=True):
             now = module._buffers[name]
             assert now is not None

@@ -11,7 +11,7 @@ from multitudes.networks.stochastic import attached
 
 
 class PackedRunner:
-    """Run networks of one architecture side by side, `[B, M*C, ...]` (see `core/packing`).
+    """Run networks of one architecture side by side, `[B, M*C, ...]` (see `ensemble/packing`).
 
     Laurent et al., *Packed-Ensembles for efficient uncertainty estimation*, 2023.
     """
@@ -36,16 +36,16 @@ class PackedRunner:
         return predictions
 
     def prepare(self) -> bool:
-        """Copy the networks unless there is a current copy in their mode; return whether they were copied."""
+        """Copy the networks if one has changed or their mode is new; return whether they were copied."""
         mode = self.networks.training
         if mode in self.packed and self.packed[mode][0].current():
             return False
         if any(map(attached, self.networks.modules())):
-            raise CannotStack("a layer draws for a whole network, once for each member")
+            raise CannotStack("a layer makes the draws of a whole network, once per member")
         template = Template(self.networks)
         self.packed[mode] = template, PackedNetwork(template.network, template.members)
         return True
 
     def all_steps_have_rules(self) -> bool:
-        """Return whether runs in this mode used no slow function under `torch.vmap`."""
-        return not self.packed[self.networks.training][1].team.mapped
+        """Return whether runs in this mode needed no function under `torch.vmap`."""
+        return not self.packed[self.networks.training][1].state.vmapped

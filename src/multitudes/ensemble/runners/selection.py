@@ -1,6 +1,6 @@
-"""Runner selection: a table; the first row that fits lists the runners to try.
+"""Tables of the runners to try; the first row that fits counts.
 
-The numbers come from `benchmarks/`. Every runner except the plain one is verified before it is used.
+The numbers come from `benchmarks/`. Every runner except the plain one is verified before use.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from math import inf
 
 
 @dataclass(frozen=True)
-class Use:
-    """The facts that the choice depends on: device, mode, and the kind and size of network and input."""
+class Workload:
+    """The device, mode, and kind and size of network and input, on which the choice of a runner depends."""
 
     device: str
     training: bool
     rows: int
     """Rows of the batch."""
     table: bool
-    """True where the input is a table, `[B, F]` of floats."""
+    """True if the input is a table, `[B, F]` of floats."""
     shared: float = 0.0
-    """Share of the multiply-adds that all members have in common, before the first layer that differs."""
+    """Share of the multiply-adds before the first layer that differs between members."""
     products: float = inf
-    """Bytes that all members' input of a layer takes, where all layers that differ are batched products."""
+    """Bytes of all members' largest layer input, if all layers that differ are batched products."""
     convolves: bool = False
     """True if the network has at least as many kernels as matrices."""
     small: bool = False
-    """True if calling a member's layers takes most of its time (`runners/size.py`)."""
+    """True if a member spends most of its time on calling layers (`runners/member_size.py`)."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """Runners to try, in order, and the uses that they are for; None stands for any."""
+class Choice:
+    """Runners to try, in order, for workloads with these facts; None means any."""
 
     runners: tuple[str, ...]
     device: str | None = None
@@ -44,48 +44,47 @@ class Row:
     convolves: bool | None = None
     small: bool | None = None
 
-    def fits(self, use: Use) -> bool:
+    def fits(self, workload: Workload) -> bool:
         exact = ("device", "training", "table", "convolves", "small")
         return (
-            all(getattr(self, name) in (None, getattr(use, name)) for name in exact)
-            and use.rows <= self.most_rows
-            and use.shared >= self.least_shared
-            and use.products <= self.most_products
+            all(getattr(self, name) in (None, getattr(workload, name)) for name in exact)
+            and workload.rows <= self.most_rows
+            and workload.shared >= self.least_shared
+            and workload.products <= self.most_products
         )
 
 
 LATE, EARLY = ("tiled_late", "side_by_side", "tiled"), ("tiled_late", "tiled", "side_by_side")
-"""All members in one run: tiled by the first layer that differs, under vmap from there on, or tiled from the start.
+"""All members at once: tiled at the first layer that differs, under vmap from there on, or tiled from the start.
 
-Vmap takes some time for each function, so it comes last where little is shared.
+vmap adds time to each function call, so it comes last if little is shared.
 """
 
 SHARED = (
-    Row(LATE, training=True, least_shared=0.05),
-    Row(LATE, device="cuda", least_shared=0.05),
-    Row(LATE, least_shared=0.25),
-    Row(EARLY, training=True),
-    Row(EARLY, device="cuda"),
-    Row(EARLY, table=True, most_rows=4096),
-    Row(EARLY, most_products=16e6),
-    Row(("one_by_one",)),
+    Choice(LATE, training=True, least_shared=0.05),
+    Choice(LATE, device="cuda", least_shared=0.05),
+    Choice(LATE, least_shared=0.25),
+    Choice(EARLY, training=True),
+    Choice(EARLY, device="cuda"),
+    Choice(EARLY, table=True, most_rows=4096),
+    Choice(EARLY, most_products=16e6),
+    Choice(("one_by_one",)),
 )
-"""Members that share weights: a CPU takes longer for one large batch than for M small ones."""
+"""For members that share weights. A CPU takes longer for one large batch than for M small ones."""
 
 INDEPENDENT = (
-    Row(("packed",), device="cuda", convolves=True),
-    Row(("vmapped",), device="cuda"),
-    Row(("packed",), device="cpu", small=True),
-    Row(("loop",)),
+    Choice(("packed",), device="cuda", convolves=True),
+    Choice(("vmapped",), device="cuda"),
+    Choice(("packed",), device="cpu", small=True),
+    Choice(("loop",)),
 )
-"""Members that share no weight: a CPU is fastest with one after the other, unless they are small; a GPU, with all at
-once, which fills it."""
+"""For members that share no weight. A CPU is fastest one after the other unless they are small; a GPU, all at once."""
 
 
-def runners_for(table: Sequence[Row], use: Use) -> tuple[str, ...]:
-    """Return the runners to try, in order: those of the first row that fits.
+def runners_for(table: Sequence[Choice], workload: Workload) -> tuple[str, ...]:
+    """Return the runners of the first row that fits, in the order in which to try them.
 
-    >>> runners_for(SHARED, Use("cpu", training=False, rows=32, table=False))
+    >>> runners_for(SHARED, Workload("cpu", training=False, rows=32, table=False))
     ('one_by_one',)
     """
-    return next(row.runners for row in table if row.fits(use))
+    return next(row.runners for row in table if row.fits(workload))

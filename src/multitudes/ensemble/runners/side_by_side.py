@@ -1,4 +1,4 @@
-"""Members that share weights, all of them in one run: side by side under vmap, or tiled in one batch."""
+"""Runners of all members that share weights at once: side by side under vmap, or tiled in one batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from multitudes.networks.stochastic import as_member, stochastic_layers
 from multitudes.networks.trace import attributes_restored, writing_modules
 from multitudes.networks.versions import Versions
 from multitudes.networks.views import Views, may_write, run, view
-from multitudes.networks.vmap import Lane
+from multitudes.networks.vmap import LazyVmap
 
 
 class Tiled:
-    """Run all members' rows as one batch `[M*B, ...]`, member-major: from the start, or from one layer on.
+    """Run all members' rows as one batch `[M*B, ...]`, member-major.
 
-    What comes before the layer named `first` runs once, on rows `[B, ...]` that this layer tiles.
+    With `first`, the name of a layer, everything before it runs once on `[B, ...]`, and the layer tiles its input.
     """
 
     def __init__(self, network: nn.Module, members: int, first: str = "", versions: Versions | None = None) -> None:
@@ -29,23 +29,22 @@ class Tiled:
 
     def __call__(self, x: Input) -> Tensor:
         if self.views is None:
-            return self.divided(tile(x, self.members))
+            return self.run_own_rows(tile(x, self.members))
         (network,) = self.views.current()
         predictions = run(network, x, late=[])
         if self.views.may_write:
             self.views.show()
         return predictions.unflatten(0, (self.members, -1))
 
-    def divided(self, x: Input) -> Tensor:
-        """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
+    def run_own_rows(self, x: Input) -> Tensor:
+        """Run a batch `[M*B, ...]` of the members' own rows, `-> [M, B, ...]`."""
         return run(self.network, x, is_view=False).unflatten(0, (self.members, -1))
 
 
 class SideBySide:
-    """Run the network's own code for all members, under vmap from the first layer that differs between them.
+    """Run the network's own code for all members, under vmap from the first layer that differs between them on.
 
-    What comes before that layer runs once. A network that writes attributes or assigns buffers as it runs is refused,
-    since each member would have to write its own.
+    Everything before that layer runs once. A network that writes attributes or assigns buffers is refused.
     """
 
     def __init__(self, network: nn.Module, members: int, versions: Versions | None = None) -> None:
@@ -54,38 +53,38 @@ class SideBySide:
 
     def __call__(self, x: Input) -> Tensor:
         (network,) = self.views.current()
-        with Lane(self.members) as lane:
-            if stochastic_layers(network):  # each member has random numbers of its own, before that layer as well
-                lane.enter()
-            return self._run(network, lane, x)
+        with LazyVmap(self.members) as vmap:
+            if stochastic_layers(network):  # each member draws its own numbers, before that layer too
+                vmap.enter()
+            return self._run(network, vmap, x)
 
-    def divided(self, x: Input) -> Tensor:
-        """Run a batch `[M*B, ...]` whose parts are the members' own rows, `-> [M, B, ...]`."""
+    def run_own_rows(self, x: Input) -> Tensor:
+        """Run a batch `[M*B, ...]` of the members' own rows, `-> [M, B, ...]`."""
         (network,), rows = self.views.current(), len(tensors_in(x)[0])
-        with Lane(self.members) as lane:
-            members = lane.enter()
+        with LazyVmap(self.members) as vmap:
+            members = vmap.enter()
 
             def own(tensor: Tensor) -> Tensor:
-                is_divided = tensor.shape[:1] == (rows,)
-                return members.own(tensor.unflatten(0, (self.members, -1))) if is_divided else tensor
+                has_rows = tensor.shape[:1] == (rows,)
+                return members.own(tensor.unflatten(0, (self.members, -1))) if has_rows else tensor
 
-            return self._run(network, lane, mapped(own, x))
+            return self._run(network, vmap, mapped(own, x))
 
-    def _run(self, network: nn.Module, lane: Lane, x: Input) -> Tensor:
+    def _run(self, network: nn.Module, vmap: LazyVmap, x: Input) -> Tensor:
         writing = writing_modules(network)
         buffers = [(module, dict(module._buffers)) for _, module in writing]
         own_numbers: AbstractContextManager[None] = nullcontext()
-        if lane.members is not None:
-            own_numbers = as_member(network, lane.members.own(torch.arange(self.members)), self.members)
+        if vmap.members is not None:
+            own_numbers = as_member(network, vmap.members.own(torch.arange(self.members)), self.members)
         try:
             with own_numbers, attributes_restored(writing) as written:
-                predictions = lane.whole(run(network, x, lane=lane))
+                predictions = vmap.whole(run(network, x, vmap=vmap))
         finally:
             for module, own in buffers:
                 if any(module._buffers[name] is not buffer for name, buffer in own.items()):
                     module._buffers.update(own)
-                    raise InputError("its code assigns buffers as it runs")
-        if lane.disturbed:
+                    raise InputError("its forward assigns buffers")
+        if vmap.disturbed:
             raise InputError("a layer that differs between members runs inside a function mode")
         if written:
             path, name = min(written)

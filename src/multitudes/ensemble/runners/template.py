@@ -19,22 +19,21 @@ Slot = tuple[str, bool, list[dict[str, Any]]]
 
 
 class CannotStack(InputError):
-    """The reason why members cannot run with stacked tensors."""
+    """Raised if members cannot run with stacked tensors; holds the reason."""
 
 
 class Template:
     """A copy of the first of several networks, on the meta device, with the places of each network's tensors.
 
-    `tensors()` stacks them, `[M, ...]`, by name; gradients reach each network's own parameters. `current()` is false
-    once a module of any network was replaced, hooked or given another setting: then the template must be rebuilt. A
-    sparse or quantized tensor cannot be stacked; it must be the same in all networks.
+    `tensors()` stacks them, `[M, ...]`, by name; gradients reach each network's own parameters. Rebuild the template
+    if `current()` is false. Sparse and quantized tensors cannot be stacked and must be equal in all networks.
     """
 
     def __init__(self, networks: nn.ModuleList) -> None:
         first = networks[0]
         for index, network in enumerate(networks):
             if (name := hooked_module(network)) is not None:
-                raise CannotStack(f"module {name!r} has hooks, which must see each member's own tensors")
+                raise CannotStack(f"module {name!r} has hooks, which must receive each member's own tensors")
             if index:
                 _check_like(first, network, index)
         self.network = _without_weights(first)
@@ -50,14 +49,14 @@ class Template:
         self._snapshot = Snapshot(list(networks.modules()))
 
     def current(self) -> bool:
-        """Return whether the networks have the modules, hooks and settings that they had."""
+        """Return whether the networks still have the same modules, hooks and settings."""
         same = all(
             held[last] is tensor and tensor._version == version for held, last, tensor, version in self._unstacked
         )
         return same and self._snapshot.unchanged()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Stack the networks' tensors, `[M, ...]`, by name; one that all of them share is expanded."""
+        """Stack the networks' tensors, `[M, ...]`, by name; expand those that all share."""
         stacked = {}
         for name, (last, _, registries) in self.slots.items():
             own = [registry[last] for registry in registries]
@@ -69,7 +68,7 @@ class Template:
 
     @torch.no_grad()
     def keep_buffers(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-        """Give each network its part of the buffers that a run has written or replaced."""
+        """Copy the buffers that a run has written or replaced to the networks."""
         targets: list[Tensor] = []
         values: list[Tensor] = []
         for name, (last, is_buffer, registries) in self.slots.items():
@@ -78,7 +77,7 @@ class Template:
             whole = after[name]
             compiling = torch.compiler.is_compiling()  # graphs cannot read versions
             if whole is before[name] and not self._training and not compiling and not whole._version:
-                continue  # batch norms in training do not raise the version
+                continue  # batch norms in training do not increment the version
             for registry, value in zip(registries, whole.detach().unbind(), strict=True):
                 old = registry[last]
                 if old.shape == value.shape and old.dtype == value.dtype:
@@ -102,11 +101,11 @@ def _check_like(first: nn.Module, other: nn.Module, index: int) -> None:
         raise CannotStack(str(difference)) from difference
     modes = ([module.training for module in network.modules()] for network in (first, other))
     if not all(map(eq, *modes)):
-        raise CannotStack("some members' modules are in training mode while the same ones of others are not")
+        raise CannotStack("a module is in training mode in some members and in evaluation mode in others")
 
 
 def _without_weights(network: nn.Module) -> nn.Module:
-    """Copy a network with parameters and buffers on the meta device; sparse and quantized ones are the network's."""
+    """Copy a network with parameters and buffers on the meta device; keep its sparse and quantized tensors."""
     memo: dict[int, Any] = {}
     for tensor in (*network.parameters(), *network.buffers()):
         memo[id(tensor)] = tensor
@@ -117,7 +116,7 @@ def _without_weights(network: nn.Module) -> nn.Module:
 
 
 def _slots(networks: nn.ModuleList) -> dict[str, Slot]:
-    """Return every place that holds a parameter or a buffer, with one name per module."""
+    """Return every place of a parameter or a buffer, by name."""
     modules = [dict(network.named_modules()) for network in networks]
     slots: dict[str, Slot] = {}
     for path, module in modules[0].items():
@@ -131,12 +130,12 @@ def _slots(networks: nn.ModuleList) -> dict[str, Slot]:
 
 
 def _unstacked(slots: dict[str, Slot]) -> list[tuple[dict[str, Any], str, Tensor, int]]:
-    """Return the tensors that cannot be stacked, with places and versions; they must be the same in all networks."""
+    """Return the tensors that cannot be stacked, with places and versions; raise an error if they differ."""
     found = []
     for name, (last, _, registries) in slots.items():
         first = registries[0][last]
         if not stackable(first):
             if not all(equal(first, registry[last]) for registry in registries):
-                raise CannotStack(f"{name!r} ({first.layout}) cannot be stacked, and is not the same in all members")
+                raise CannotStack(f"{name!r} ({first.layout}) cannot be stacked and differs between members")
             found += [(registry, last, registry[last], registry[last]._version) for registry in registries]
     return found

@@ -39,7 +39,7 @@ class VmappedRunner:
         return predictions
 
     def prepare(self) -> bool:
-        """Rebuild the template if a network has changed, or its mode is new; return whether it was rebuilt."""
+        """Rebuild the template if a network has changed or its mode is new; return whether it was rebuilt."""
         mode = self.networks.training
         if mode in self.templates and self.templates[mode].current():
             return False

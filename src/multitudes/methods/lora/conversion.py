@@ -19,10 +19,10 @@ from multitudes.networks.calls import Input
 from multitudes.networks.copies import copied
 from multitudes.surgery.affine import SEVERAL, affine_layers, kind_of, maps_of, select_affine, weight_of
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.member_affine import joined
-from multitudes.surgery.observe import kinds_left, tell_reach
+from multitudes.surgery.member_affine import make_shared_members
+from multitudes.surgery.observe import note_reach, unconverted_kinds
 from multitudes.surgery.output_layers import output_layers
-from multitudes.surgery.own_layers import own_parts
+from multitudes.surgery.own_layers import own_member_layers
 from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, check_untied, select, within
 
 
@@ -91,11 +91,13 @@ def lora(
     check_untied(start.network, [*own, *chosen])
     with start.seeded():
         network = copied(start.network)
-        network = start.begin(network) if init == "fresh" else network
-        converted = own_parts(network, own, members, drawn=init != "pretrained")
+        network = start.initialize(network) if init == "fresh" else network
+        converted = own_member_layers(network, own, members, drawn=init != "pretrained")
         for name in chosen:
             converted[name] = Lora(network.get_submodule(name), members, rank, alpha or rank, dropout)
-    return _frozen(joined(LoraMembers, start, network, converted, members, rows, task), network, converted, own)
+    return _frozen(
+        make_shared_members(LoraMembers, start, network, converted, members, rows, task), network, converted, own
+    )
 
 
 def _frozen(net: LoraMembers, network: nn.Module, converted: Collection[str], heads: Collection[str]) -> LoraMembers:
@@ -105,7 +107,7 @@ def _frozen(net: LoraMembers, network: nn.Module, converted: Collection[str], he
         parameter.requires_grad_(name in own and parameter.requires_grad)
     notes = dict.fromkeys(converted, "a low-rank adapter for each member")
     net.notes = notes | dict.fromkeys(heads, "each member's own")
-    tell_reach(net, network, converted, warn=False)
+    note_reach(net, network, converted, warn=False)
     return net
 
 
@@ -138,7 +140,7 @@ def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> di
         linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
         wanted = linear or free  # else the convolutions
         if not wanted:
-            has = kinds_left(network, heads) or "nothing else"
+            has = unconverted_kinds(network, heads) or "nothing else"
             raise ValueError(
                 f"model ({type(network).__name__}) has no linear layer or convolution beside its output layer; it has "
                 f"{has}: layers= selects others"
@@ -185,11 +187,11 @@ def _of_files(
     heads = list(dict.fromkeys(name for adapter in read for name in adapter.heads))
     chosen = list(dict.fromkeys(name for adapter in read for name in adapter.layers))
     check_untied(network, [*heads, *chosen])
-    converted = own_parts(network, heads, len(adapters), drawn=False)
+    converted = own_member_layers(network, heads, len(adapters), drawn=False)
     for name in chosen:
         rank = max(adapter.layers[name].rank for adapter in read if name in adapter.layers)
         converted[name] = Lora(network.get_submodule(name), len(adapters), rank, 1.0, read[0].dropout)
-    net = joined(LoraMembers, start, network, converted, len(adapters), rows, task)
+    net = make_shared_members(LoraMembers, start, network, converted, len(adapters), rows, task)
     with_adapters(net.network, read)
     return _frozen(net, network, converted, heads)
 

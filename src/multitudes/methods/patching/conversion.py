@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.base.checks import check_choice, check_count, check_number
-from multitudes.ensemble.kl_terms import divergence
-from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude, divergence
 from multitudes.methods.patching.layers import (
     ASSIGNMENTS,
     BATCH_NORMS,
@@ -55,7 +54,7 @@ from multitudes.networks.copies import copied
 from multitudes.networks.trace import Call, record
 from multitudes.surgery.affine import affine_layers, maps_of
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.observe import example_for, executed, tell_reach
+from multitudes.surgery.observe import example_for, execution_order, note_reach
 from multitudes.surgery.select import Factory, Selector, is_frozen, replace, select
 
 PLACES = ("norm", "input", "output")
@@ -217,8 +216,8 @@ def family(
     net = Patched(network).like(start.given, task)
     others = [each for each in net.divergences if getattr(each, "func", None) is not patching_kl]
     net.divergences = (*others, partial(patching_kl, **precisions))  # replaces that of an earlier patching
-    net.notes = start.noted({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
-    tell_reach(net, model, converted, example, warn=False)  # small by design
+    net.notes = start.summary_notes({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
+    note_reach(net, model, converted, example, warn=False)  # small by design
     if isinstance(layers, str) and "norm" in layers.split("+"):
         warn_of_other_norms(model, converted)
     return net
@@ -234,7 +233,7 @@ def _versions(
     draws = count if any(maps_of(model.get_submodule(name)) for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
     for _ in range(draws if start.fresh else 1):
-        network = start.begin(copied(start.another()))
+        network = start.initialize(copied(start.next_network()))
         for name, layers in versions.items():
             layers.append(copied(network.get_submodule(name)))
     return network, {name: layers * (count // len(layers)) for name, layers in versions.items()}
@@ -290,7 +289,7 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
         )
     able = [name for name, layer in affine_layers(model).items() if can_be_patched(layer)]
     able += [name for name, layer in model.named_modules() if isinstance(layer, Patch) and layer.map is not None]
-    order = executed(model, example_for(model, example), able)
+    order = execution_order(model, example_for(model, example), able)
     if not order:
         raise ValueError(f"layers: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
     return [order[0 if word == "input" else -1]]

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.base.checks import check_choice, check_number
-from multitudes.ensemble.kl_terms import divergence
-from multitudes.ensemble.multitude import Multitude
+from multitudes.ensemble.multitude import Multitude, divergence
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.methods.variance.layers import KLS, LAYERS, VarianceLayer, check_options, variance_layers
 from multitudes.networks.copies import copied
 from multitudes.surgery.affine import affine_layers, is_computed, kind_of, maps_of
 from multitudes.surgery.initial_weights import Start
-from multitudes.surgery.observe import kinds_left, tell_reach
+from multitudes.surgery.observe import note_reach, unconverted_kinds
 from multitudes.surgery.select import Factory, Selector, is_frozen, replace, select
 from multitudes.training.optimizers import can_fuse
 
@@ -91,7 +90,7 @@ def variance(
         raise ValueError(f"layers: {hooked[0]!r} has forward hooks, which would be lost: remove them first")
     options: dict[str, Any] = {"parameterization": parameterization, "log_alpha": log_alpha, "kl": kl, "nu": nu}
     with start.seeded():
-        network = start.begin(copied(network))
+        network = start.initialize(copied(network))
         converted = {}
         for name, layer in chosen.items():
             kind = _class_for(layer)
@@ -103,8 +102,10 @@ def variance(
     net = Multitude(replace(network, converted)).like(start.given, task)
     if variance_kl not in net.divergences:  # it covers all such layers
         net.divergences += (variance_kl,)
-    net.notes = start.noted({name: f"random weights, parameterization {parameterization!r}" for name in converted})
-    tell_reach(net, start.network, converted, on_purpose=last, warn=layers is None)
+    net.notes = start.summary_notes(
+        {name: f"random weights, parameterization {parameterization!r}" for name in converted}
+    )
+    note_reach(net, start.network, converted, on_purpose=last, warn=layers is None)
     return net
 
 
@@ -134,7 +135,7 @@ def _as_linear(layer: Any) -> nn.Module:
 def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module], last: str) -> dict[str, nn.Module]:
     hidden = {name: layer for name, layer in chosen.items() if name != last}
     if not hidden:
-        others = kinds_left(model, chosen)
+        others = unconverted_kinds(model, chosen)
         but = f"; not of a kind that can be converted: {others}" if others else ""
         raise ValueError(f"model ({type(model).__name__}) has only one layer: layers=[{last!r}] converts it{but}")
     trained = {name: layer for name, layer in hidden.items() if not is_frozen(layer)}

@@ -1,8 +1,8 @@
-"""Observe attention: the channels that each head reads, and the heads that are kept.
+"""Observe which channels each head of an attention reads, and choose the heads to keep.
 
-Whole heads are kept at full size, so that rotary and relative positions stay valid. Gradients show which channels a
-head reads, whatever the network does to them in between. Heads that read some channels in common, such as query heads
-that share keys and values, form a group; every group that is kept keeps the same number of heads.
+Heads are kept whole, so that rotary and relative positions stay valid. Gradients show which channels a head reads,
+whatever the network does in between. Heads that share channels, such as query heads with the same keys and values, form
+a group; all kept groups keep the same number of heads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.networks.attention import Attention as Arguments
-from multitudes.networks.attention import dropped
+from multitudes.networks.attention import Attention, dropped
 from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.trace import Trace, observing, recording
 from multitudes.surgery.narrowing.cuts import CannotNarrow, form_of, is_attention, scaled
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 
 Pattern = tuple[int, int]
 """A split of channels: into this many equal parts, and in blocks of this many neighbors."""
@@ -34,13 +33,13 @@ _GROUPS = {"view", "reshape", "unflatten", "channel_shuffle", "pixel_shuffle"}
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
-    """One attention: the channels that its heads read."""
+class ObservedAttention:
+    """The channels that the heads of one attention read."""
 
     size: int
-    """The channels of a head's queries."""
+    """Number of channels of a head's queries."""
     reads: Mapping[str, Tensor]
-    """By the name of the layer that makes them, `[H, C]`: True if a head reads a channel."""
+    """By the name of the layer that makes the channels, `[H, C]`: True if a head reads a channel."""
 
     @property
     def heads(self) -> int:
@@ -49,42 +48,42 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """The channels of all query heads."""
+        """The number of channels of all query heads."""
         return self.heads * self.size
 
     @property
     def groups(self) -> list[list[int]]:
-        """The heads that read channels in common; a single group if groups would differ in size."""
+        """The heads that share channels; a single group if groups would differ in size."""
         shared = torch.stack([reads.float() @ reads.float().T for reads in self.reads.values()]).sum(0) > 0
         groups = sorted({tuple(row.nonzero()[:, 0].tolist()) for row in shared})
-        alike = len({len(group) for group in groups}) == 1 and sum(map(len, groups)) == self.heads
-        return [list(group) for group in groups] if alike else [list(range(self.heads))]
+        equal = len({len(group) for group in groups}) == 1 and sum(map(len, groups)) == self.heads
+        return [list(group) for group in groups] if equal else [list(range(self.heads))]
 
 
 class _Observed(TorchFunctionMode):
     """Find each attention of a run: torch's own layer, or a product with a softmax of a product.
 
-    Layers return random numbers meanwhile, for taking gradients.
+    The layers' outputs are replaced by random numbers that require gradients.
     """
 
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.run, self.batch = Trace(), batch
-        self.found: list[Attention] = []
+        self.found: list[ObservedAttention] = []
         self.patterns: dict[int, Pattern] = {}  # how axes are split, by their size
         self.made: list[tuple[str, int, Tensor]] = []  # layers, the axis of channels, and their outputs
-        self.sizes: dict[tuple[int, ...], int] = {}  # of products, by shape: the size of the last axis of their factors
-        self.scores: Tensor | None = None  # of a softmax whose weights multiply values next
+        self.sizes: dict[tuple[int, ...], int] = {}  # last size of a product's factors, by the product's shape
+        self.scores: Tensor | None = None  # input of the last softmax
         self.generator = torch.Generator().manual_seed(0)
 
-    def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
+    def randomize(self, name: str, layer: Any, read: LayerInputs, y: Tensor) -> Tensor:
         """Replace a layer's output by random numbers."""
         with torch._C.DisableTorchFunction():
             made = torch.randn(y.shape, generator=self.generator).to(y).requires_grad_()
             self.made.append((name, form_of(layer).axis, made))
             if is_attention(layer):
                 reads = torch.eye(layer.num_heads, dtype=torch.bool).repeat_interleave(layer.head_dim, 1)
-                self.found.append(Attention(layer.head_dim, {name: reads}))
+                self.found.append(ObservedAttention(layer.head_dim, {name: reads}))
             return made * 1  # the network's code may change it in place
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,30 +92,29 @@ class _Observed(TorchFunctionMode):
             return function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             with self:
-                return dropped(lambda weights: weights, Arguments(*args, **kwargs))
+                return dropped(lambda weights: weights, Attention(*args, **kwargs))
         result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             tensors = tensors_in((*args, *kwargs.values()))
             if name in _PRODUCTS and isinstance(result, Tensor):
-                self._note(function, args, kwargs)
+                self._record_attention(function, args, kwargs)
                 self.sizes[tuple(result.shape)] = tensors[name == "baddbmm"].shape[-1]
             elif name == "softmax" and tensors[0].dim() > 2 and tuple(tensors[0].shape) in self.sizes:
                 self.scores = tensors[0]
             elif name in _PARTS | _GROUPS:
-                self._take_apart(name, tensors[0], result, args)
+                self._record_split(name, tensors[0], result, args)
         return result
 
     def _heads(self, x: Tensor) -> Sequence[Tensor]:
-        """Split `[..., H, T, _]` by head; if heads are in the batch, in either order, return those of one row."""
+        """Split `[..., H, T, _]` by head; if heads are folded into the batch, return those of one row."""
         if x.dim() != 3 or len(x) % self.batch:
             return x.unbind(-3) if x.dim() > 2 else [x]
         return [x[index] for index in dict.fromkeys([*range(len(x) // self.batch), *range(0, len(x), self.batch)])]
 
-    def _note(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Record an attention, if a product multiplies values with the weights of a softmax.
+    def _record_attention(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Record an attention if a product multiplies values with the weights of a softmax.
 
-        A head reads the channels that make its scores, and the values that get through if other heads' weights are
-        zero.
+        A head reads the channels that make its scores, and the values that remain if other heads' weights are zero.
         """
         scores = self.scores
         shapes = [] if scores is None else [scores.shape, scores.mT.shape]
@@ -129,10 +127,10 @@ class _Observed(TorchFunctionMode):
             self._heads(alone)[index].copy_(self._heads(weights)[index].detach())
             heads.append([head, function(*[alone if x is weights else x for x in args], **kwargs)])
         if reads := self._reads(heads):
-            self.found.append(Attention(self.sizes[tuple(scores.shape)], reads))
+            self.found.append(ObservedAttention(self.sizes[tuple(scores.shape)], reads))
 
     def _reads(self, heads: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Return the channels that heads read, `[H, C]` by layer: those where a random gradient is not zero."""
+        """Return the channels that heads read, `[H, C]` by layer: those with a gradient."""
         reads: dict[str, Tensor] = {}
         for index, head in enumerate(heads):
             trained = [x for x in head if x.requires_grad]
@@ -147,14 +145,16 @@ class _Observed(TorchFunctionMode):
                     reads.setdefault(name, torch.zeros(len(heads), len(read), dtype=torch.bool))[index] |= read
         return {name: each for name, each in reads.items() if bool(each.any())}
 
-    def _take_apart(self, name: str, x: Tensor, result: Any, args: Sequence[Any]) -> None:
+    def _record_split(self, name: str, x: Tensor, result: Any, args: Sequence[Any]) -> None:
         """Record that an axis is split into equal parts, or in blocks."""
         part = result[0] if isinstance(result, (tuple, list)) else result
         if name == "pixel_shuffle":
             self._add(x.shape[-3], 1, x.shape[-3] // part.shape[-3])
         elif name == "channel_shuffle":
             self._add(x.shape[1], int(args[1]), 1)
-        elif name in _GROUPS:  # of maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`, or `[B, C / 4, 2, 2, ...]`
+        elif (
+            name in _GROUPS
+        ):  # feature maps: `[B, C, H, W] -> [B, groups, C / groups, H, W]`, or `[B, C / 4, 2, 2, ...]`
             channels = part.shape[1 : part.dim() - x.dim() + 2]
             if x.dim() > 3 and (*x.shape[:1], *channels, *x.shape[2:]) == tuple(part.shape) and len(channels) in (2, 3):
                 whole = len(channels) == 2
@@ -171,8 +171,8 @@ class _Observed(TorchFunctionMode):
         self.patterns[size] = both if size % math.prod(both) == 0 else before
 
 
-def _merged(attention: Attention) -> Attention:
-    """Merge heads that read the same channels, as heads in the batch do."""
+def _merged(attention: ObservedAttention) -> ObservedAttention:
+    """Merge heads that read the same channels, such as heads folded into the batch."""
     rows = torch.cat(list(attention.reads.values()), 1).tolist()
     first = [index for index, row in enumerate(rows) if row not in rows[:index]]
     return replace(attention, reads={name: reads[first] for name, reads in attention.reads.items()})
@@ -180,27 +180,27 @@ def _merged(attention: Attention) -> Attention:
 
 def observe_attention(
     model: nn.Module, example: Input, names: Collection[str]
-) -> tuple[list[Attention], dict[int, Pattern]]:
+) -> tuple[list[ObservedAttention], dict[int, Pattern]]:
     """Return the attentions of a run, in order, and how axes are split; `names` are the layers that make channels."""
-    seen = _Observed(tensors_in(example)[0].shape[0])
-    with observing(model), torch.enable_grad(), recording(model, trace=seen.run), suppress(RuntimeError):
-        answered(model, example, names, seen.see, seen)  # some code cannot run with gradients
-    return list(map(_merged, seen.found)), seen.patterns
+    observed = _Observed(tensors_in(example)[0].shape[0])
+    with observing(model), torch.enable_grad(), recording(model, trace=observed.run), suppress(RuntimeError):
+        run_replacing(model, example, names, observed.randomize, observed)  # some code cannot run with gradients
+    return list(map(_merged, observed.found)), observed.patterns
 
 
 # -- choice of heads ---------------------------------------------------------------------------------------
 
 
 class HeadChoice:
-    """The choice of heads, and thus of channels, to keep in the layers that attention reads from.
+    """The heads, and thus channels, to keep in the layers that attention reads from.
 
-    `counts` holds the target widths of layers, if known; otherwise `factor` sets them, rounded up to whole heads.
+    `counts` holds the target widths of layers, if known; others are scaled by `factor` and rounded up to whole heads.
     Layers in `whole` keep all heads.
     """
 
     def __init__(
         self,
-        found: Sequence[Attention],
+        found: Sequence[ObservedAttention],
         factor: float,
         generator: torch.Generator,
         counts: Mapping[str, int],
@@ -209,7 +209,7 @@ class HeadChoice:
     ) -> None:
         self.found, self.factor, self.generator = found, factor, generator
         self.counts, self.whole, self.patterns = counts, whole, patterns
-        self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice per width, so that channels that are added match
+        self._chosen: dict[tuple[int, int], Tensor] = {}  # one choice per width, so that added channels match
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -219,12 +219,12 @@ class HeadChoice:
 
     @property
     def shares(self) -> dict[int, int]:
-        """The number of heads in a group, before and after."""
+        """Map numbers of heads in a group to the numbers kept."""
         pairs = {len(a.groups[0]): len(self.kept(a)[0]) // len(self.kept(a)[1]) for a in self.found}
         return {before: after for before, after in pairs.items() if before > 1}
 
     def outputs(self, name: str, width: int) -> Tensor:
-        """Return the kept channels of a layer of some width."""
+        """Return the kept channels of a layer of this width."""
         if name in self.whole:
             return torch.arange(width)
         count, bound = self.counts.get(name), self._bound(name, width)
@@ -260,10 +260,10 @@ class HeadChoice:
 
     @property
     def entries(self) -> dict[int, Tensor]:
-        """The kept groups and heads, by their former number, for tables with one entry each."""
+        """The kept groups and heads by their former number, for parameters with one entry each."""
         return {len(a.groups): self.kept(a)[1] for a in self.found} | {a.heads: self.kept(a)[0] for a in self.found}
 
-    def kept(self, attention: Attention) -> tuple[Tensor, Tensor]:
+    def kept(self, attention: ObservedAttention) -> tuple[Tensor, Tensor]:
         """Return the kept heads, and the kept groups."""
         kind = attention.heads, len(attention.groups)
         if kind not in self._kept:
@@ -274,30 +274,30 @@ class HeadChoice:
             self._kept[kind] = groups[kept][:, each].flatten().sort().values, kept
         return self._kept[kind]
 
-    def _counts(self, attention: Attention) -> tuple[int, int]:
+    def _counts(self, attention: ObservedAttention) -> tuple[int, int]:
         """Return how many heads are kept, and how many groups."""
         heads, shared = attention.heads, len(attention.groups)
-        alike = [a for a in self.found if (a.heads, len(a.groups)) == (heads, shared)]
-        if any(name in self.whole for each in alike for name in each.reads):
+        same = [a for a in self.found if (a.heads, len(a.groups)) == (heads, shared)]
+        if any(name in self.whole for each in same for name in each.reads):
             return heads, shared
         kept = {heads: scaled(heads, self.factor), shared: scaled(shared, self.factor)}
-        for each in alike:
+        for each in same:
             for name, reads in each.reads.items():
                 if name in self.counts and (of := reads.shape[1] // each.size) in kept and reads.any(0).all():
                     if self.counts[name] % each.size:
                         raise CannotNarrow(
-                            f"layer {name!r} would make {self.counts[name]} of {reads.shape[1]} channels, which are "
-                            f"no whole heads of {each.size}"
+                            f"layer {name!r} would make {self.counts[name]} of {reads.shape[1]} channels, which is not "
+                            f"a multiple of its head size, {each.size}"
                         )
                     kept[of] = self.counts[name] // each.size
         return math.ceil(kept[heads] / kept[shared]) * kept[shared], kept[shared]
 
 
 def choose(width: int, count: int, generator: torch.Generator | None = None, pattern: Pattern = (1, 1)) -> Tensor:
-    """Choose `count` of `width` channels, one at random from each of equal stretches, sorted.
+    """Choose `count` of `width` channels, one at random from each of equal intervals, sorted.
 
-    Stretches keep the choice even, so that each group of a grouped layer loses the same share. If the widths divide, a
-    `pattern` of parts and block chooses the same channels in each part, and whole blocks of neighbors.
+    So each group of a grouped layer loses the same share. With a `pattern` that divides the widths, parts lose the same
+    channels, and blocks stay whole.
     """
     parts, block = pattern if not (width % math.prod(pattern) or count % math.prod(pattern)) else (1, 1)
     positions, own = width // parts // block, count // parts // block

@@ -1,4 +1,4 @@
-"""Networks from a function `build(width)`, which constructs them at a fraction of their width: exact narrowing."""
+"""Exact narrowing by the user's function `build(width)`, which constructs a network at a fraction of its width."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from multitudes.networks.architecture import check_architecture
 from multitudes.networks.calls import Input, call
 from multitudes.networks.seeds import seeded
 from multitudes.networks.trace import observing
-from multitudes.surgery.observe import cheap_example
+from multitudes.surgery.observe import usual_example
 from multitudes.surgery.select import Factory, check_model
 
 Build = Callable[[float], nn.Module]
-"""A function that constructs a network at a fraction of its width: `build(1.0)` is the network at its full width."""
+"""A function that constructs a network at a fraction of its width; `build(1.0)` is the full network."""
 
 
 def build_function(model: nn.Module | Factory | Build) -> Build | None:
-    """Return `model` if it is a function of a width: its first argument is required, or is `width=1.0`.
+    """Return `model` if it is a function of a width, whose first argument is required or is `width=1.0`; else None.
 
     >>> build_function(lambda width: nn.Linear(8, round(4 * width))) is not None, build_function(nn.Identity)
     (True, None)
@@ -38,7 +38,7 @@ def build_function(model: nn.Module | Factory | Build) -> Build | None:
 
 
 def refuse_options(gamma: object, min_channels: object, layers: object, init: object, heads: object) -> None:
-    """Raise an error for an option of narrowing with a value other than its default: the function decides it."""
+    """Raise an error for an option of narrowing other than its default, since the function narrows."""
     options = {
         "gamma": (gamma, 1), "min_channels": (min_channels, 64), "layers": (layers, None),
         "init": ("fresh" if init is None else init, "fresh"), "heads": (heads, None),
@@ -46,8 +46,8 @@ def refuse_options(gamma: object, min_channels: object, layers: object, init: ob
     for name, (value, default) in options.items():
         if value is not default and value != default:
             raise ValueError(
-                f"{name}={value!r} says how a network is narrowed, and model is a function build(width) that "
-                f"constructs narrow networks: leave {name} out, and let the function decide"
+                f"{name}={value!r} has no effect, since model is a function build(width) that constructs narrow "
+                f"networks: omit {name}, or pass a network"
             )
 
 
@@ -58,16 +58,16 @@ def whole_network(build: Build) -> nn.Module:
 
 
 def built_at(build: Build, width: float, count: int, whole: nn.Module, example: Input | None) -> Iterator[nn.Module]:
-    """Construct `count` networks at a fraction of the width, in one call each, and check them.
+    """Construct `count` networks at a fraction of the width, one call each, and check them.
 
-    All must have one architecture, fewer parameters than `whole`, and predictions of its shape on the example; by
-    default on noise of the most common size, if that fits.
+    They must have one architecture, fewer parameters than `whole`, and predictions of its shape on the example (by
+    default noise of the most common shape, if that fits).
     """
     given: list[nn.Module] = []
     for _ in range(count):
         network = plain(_call(build, width))
         if any(network is other for other in given):
-            raise ValueError("model must build a new network whenever it is called, got the same one twice")
+            raise ValueError("model must build a new network in every call, got the same one twice")
         if not given:
             _check_narrower(network, whole, width, example)
         else:
@@ -84,8 +84,8 @@ def _call(build: Build, width: float) -> nn.Module:
         network = build(width)
     except Exception as error:  # any error of the user's function
         raise ValueError(
-            f"model({width:g}) raised {type(error).__name__}: {error}; a function given as model takes a fraction of "
-            "the width, above 0 and at most 1, and rounds the widths that it makes of it"
+            f"model({width:g}) raised {type(error).__name__}: {error}; model must be a function of a fraction of the "
+            "width, above 0 and at most 1, that rounds its widths to integers"
         ) from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"model({width:g}) must build an nn.Module, got a {type(network).__name__}")
@@ -98,10 +98,10 @@ def _check_narrower(network: nn.Module, whole: nn.Module, width: float, example:
     small, large = (sum(parameter.numel() for parameter in each.parameters()) for each in (network, whole))
     if width < 1 and small >= large:
         raise ValueError(
-            f"model({width:g}) has {small} parameters, and model(1) {large}: the function must build a narrower "
-            "network for a smaller width"
+            f"model({width:g}) has {small} parameters and model(1) has {large}: a smaller width must give a narrower "
+            "network"
         )
-    x = cheap_example(whole) if example is None else example
+    x = usual_example(whole) if example is None else example
     if x is None:
         return
     with observing(whole, network):
@@ -113,6 +113,6 @@ def _check_narrower(network: nn.Module, whole: nn.Module, width: float, example:
             raise ValueError(f"model({width:g}) cannot run an input that model(1) runs: {reason}") from error
     if got != want:
         raise ValueError(
-            f"model({width:g}) gives predictions of shape {got}, and model(1) {want}: only hidden widths may change, "
-            "not those of inputs and outputs"
+            f"model({width:g}) gives predictions of shape {got}, and model(1) of shape {want}: only hidden widths may "
+            "change, not those of inputs and outputs"
         )

@@ -1,7 +1,7 @@
 """Cuts: smaller layers of the same class, with the kept channels' weights.
 
-Torch's own classes are built in. Other classes are observed in a run: one with exactly a matrix and a vector may
-compute an affine map, and one with a number for each channel may treat its channels independently, as norms do.
+Torch's own classes are built in. Other classes are tested by running them: one with exactly a matrix and a vector may
+compute an affine map, and one with a number per channel may treat channels independently, as norms do.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _OUTPUTS = ("out_features", "out_channels", "embedding_dim", "embed_dim")
 
 
 class CannotNarrow(ValueError):
-    """The reason why a network cannot be narrowed, and the two ways out."""
+    """Raised if a network cannot be narrowed, with the reason and the two ways out."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"{reason}; pass a function instead, packed(build, ...), where build(width) constructs the network at that "
-            "fraction of its width, or keep it whole, by deep_ensemble"
+            f"{reason}; use packed(build, ...), where build(width) constructs the network at that fraction of its "
+            "width, or deep_ensemble, which keeps the full width"
         )
 
 
@@ -48,7 +48,7 @@ def scaled(value: int, factor: float) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """The number of channels that a layer reads and makes, and their axis; 0 outputs for unknown layers."""
+    """The numbers of channels that a layer reads and makes, and their axis; 0 outputs if unknown."""
 
     inputs: int = 0
     outputs: int = 0
@@ -58,17 +58,17 @@ class Form:
     affine: AffineMap | None = None
     """The map that a layer of another class computes, such as Hugging Face's `Conv1D`."""
     dims: int = 0
-    """The rank of the inputs of a layer of another class that follows channels, as norms do."""
+    """The rank of the inputs of a layer of another class that follows channels."""
 
     @property
     def makes(self) -> bool:
-        """True if a layer makes its own channels, in a known way that can be cut."""
+        """True if a layer makes new channels and can be cut."""
         return self.outputs > 0 and not self.follows
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The rest of one layer: the indices of its kept inputs and outputs, and its gamma."""
+    """The indices of a layer's kept inputs and outputs, and its gamma."""
 
     inputs: Tensor
     outputs: Tensor
@@ -88,7 +88,7 @@ class Cut:
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer of `groups` groups, `[..., I] -> [..., O]`, each on its own share of the inputs."""
+    """A linear layer in `groups`, `[..., I] -> [..., O]`, each on its own part of the inputs."""
 
     def __init__(self, in_features: int, out_features: int, groups: int, bias: bool = True) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[1])  # as for nn.Linear, with an output's own inputs
+        bound = 1 / math.sqrt(self.weight.shape[1])  # as nn.Linear, with the inputs of one output
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
@@ -112,7 +112,7 @@ class GroupedLinear(nn.Module):
 
 
 def form_of(layer: Any) -> Form:
-    """Return the channels of a layer: by class for torch's own, otherwise by observation."""
+    """Return the channels of a layer, by class for torch's own and by running others."""
     if _inherits(layer, LAST_NORMS):
         width = int(layer.normalized_shape[0])
         return Form(width, width, -len(layer.normalized_shape), follows=True)
@@ -174,7 +174,7 @@ def _cut_product(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
     linear = isinstance(layer, nn.Linear)
     groups = (inputs if is_depthwise(layer) else getattr(layer, "groups", 1)) * cut.gamma
     if inputs % groups or outputs % groups:
-        raise CannotNarrow(f"layer {name!r} has {groups} groups, which do not divide its narrowed width of {inputs}")
+        raise CannotNarrow(f"layer {name!r} has {groups} groups, which do not divide its narrowed width, {inputs}")
     if linear:
         if cut.gamma > 1:
             small = GroupedLinear(inputs, outputs, groups, layer.bias is not None).to(layer.weight)
@@ -197,7 +197,7 @@ def _cut_weight(layer: Any, cut: Cut, groups: int, name: str) -> Tensor:
     kept = cut.inputs.view(groups, -1).repeat_interleave(len(cut.outputs) // groups, 0)  # [O', I'/groups]
     local = kept - (cut.outputs * own // weight.shape[0] * each).unsqueeze(1)
     if int(local.min()) < 0 or int(local.max()) >= each:
-        raise CannotNarrow(f"layer {name!r} has {own} groups of {each} inputs, which its narrowed width does not fit")
+        raise CannotNarrow(f"layer {name!r} has {own} groups of {each} inputs, which do not fit its narrowed width")
     small = weight[cut.outputs.unsqueeze(1), local]
     if transposed:
         small = small.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
@@ -209,8 +209,8 @@ def _cut_attention(layer: Any, small: Any, cut: Cut, name: str) -> nn.Module:
     kept, width, inputs = cut.outputs, len(cut.outputs), (cut.inputs, *cut.others)
     if len(cut.inputs) != width:
         raise CannotNarrow(
-            f"layer {name!r} is a MultiheadAttention, which is as wide as its heads together, "
-            f"{width // layer.head_dim} x {layer.head_dim}, and would read {len(cut.inputs)} channels"
+            f"layer {name!r} is a MultiheadAttention of width {width // layer.head_dim} x {layer.head_dim}, heads x "
+            f"head size, and would read {len(cut.inputs)} channels"
         )
     maps = [weight[kept][:, read] for weight, read in zip(attention_maps(layer), inputs, strict=True)]
     small.embed_dim, small.num_heads = width, width // layer.head_dim
@@ -239,7 +239,7 @@ def norm_groups(layer: nn.GroupNorm, width: int) -> int:
 
 
 def _cut_following(layer: Any, small: Any, kept: Tensor, name: str) -> nn.Module:
-    """Return a smaller norm, or another smaller layer with numbers for each channel."""
+    """Return a smaller norm, or another smaller layer with numbers per channel."""
     form, count = form_of(layer), len(kept)
     if form.inputs == 1:  # one number for all channels
         return small
@@ -267,10 +267,10 @@ _others: WeakKeyDictionary[nn.Module, Form] = WeakKeyDictionary()
 
 
 def _form_of_other(layer: Any) -> Form:
-    """Observe whether a layer of another class computes an affine map, or follows its channels, as norms do.
+    """Test whether a layer of another class computes an affine map, or follows its channels, as norms do.
 
-    A layer that follows has a number for each channel in each of its parameters; if channels and numbers are permuted,
-    so is its output.
+    A layer that follows has one number per channel in each parameter; permuting channels and numbers permutes its
+    output.
     """
     parameters = [p for p in layer._parameters.values() if p is not None]
     if not parameters or kind_of(layer) is not None:
@@ -294,14 +294,14 @@ def _permutes(layer: nn.Module, form: Form) -> bool:
     try:
         y = _answer(layer, values, x)
         z = _answer(layer, [value[order] for value in values], x.index_select(form.axis, order))
-    except Exception:  # any error of the user's code: not a layer of this kind
+    except Exception:  # the user's code may raise anything
         return False
     same = isinstance(y, Tensor) and isinstance(z, Tensor) and y.shape == x.shape == z.shape
     return same and torch.allclose(y.index_select(form.axis, order), z, equal_nan=True)
 
 
 def _probe(layer: nn.Module, form: Form, width: int) -> tuple[Tensor, list[Tensor]]:
-    """Return an input of some width, and as many numbers for each of a layer's parameters."""
+    """Return an input of this width, and as many numbers for each of a layer's parameters."""
     generator, shape = torch.Generator().manual_seed(0), [2, 3, 3, 3][: form.dims]
     shape[form.axis] = width
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -332,13 +332,13 @@ def _cut_map(layer: Any, small: Any, affine: AffineMap, cut: Cut, name: str) -> 
     held = {key: value for key, value in vars(layer).items() if type(value) is int}
     vars(small).update({key: follow.get(value, value) for key, value in held.items()})
     if not computes(small, affine):
-        raise CannotNarrow(f"layer {name!r} ({type(layer).__name__}) computes something else when its widths change")
+        raise CannotNarrow(f"layer {name!r} ({type(layer).__name__}) is no affine map after its widths change")
     return small
 
 
 @torch.no_grad()
 def _follow_width(layer: nn.Module, small: nn.Module, count: int, name: str) -> nn.Module:
-    """Set a norm's width attribute, if it has one: the width itself or a root of it.
+    """Set the attributes of a norm that hold its width or a root of it.
 
     Both layers must return the same for repeated channels, so that neither depends on their number.
     """
@@ -354,6 +354,6 @@ def _follow_width(layer: nn.Module, small: nn.Module, count: int, name: str) -> 
         answers.append(y.narrow(form.axis, 0, shared))
     if not torch.allclose(answers[0], answers[1], equal_nan=True):
         raise CannotNarrow(
-            f"layer {name!r} ({type(layer).__name__}) computes with its width of {width}, which cannot be narrowed"
+            f"layer {name!r} ({type(layer).__name__}) computes with its width, {width}, and cannot be narrowed"
         )
     return small

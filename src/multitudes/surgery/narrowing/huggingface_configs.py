@@ -1,7 +1,7 @@
-"""Narrow Hugging Face's models by their own configurations: whole heads of unchanged size.
+"""Narrow Hugging Face's models by their configurations, with whole heads of unchanged size.
 
-A narrower model is built by the model's own class from a narrowed copy of its configuration, so that the configuration
-stays true. The channels that it keeps are observed, as for any network (`watch`).
+The model's own class builds the narrower model from a narrowed copy of its configuration. The channels that it keeps
+are observed, as for any network (`nan_watch.py`).
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def _narrow_depths(config: Any, small: Any, factor: float) -> None:
 
 
 def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str, nn.Module]:
-    """Return narrower ones of the Hugging Face models in a network, by name, if their configurations narrow them.
+    """Build narrower versions of the Hugging Face models in a network, by name, with new random weights.
 
-    Their weights are drawn anew. A frozen model is left as it is; a partly frozen one is refused. If a configuration
-    does not build its model, for example because an output layer was replaced, its parts are narrowed instead.
+    Frozen models are skipped, partly frozen ones refused. If a configuration does not build its model, for example
+    because an output layer was replaced, its parts are narrowed instead.
     """
     if factor == 1:
         return {}
@@ -121,8 +121,8 @@ def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str
         if built is not None and False in trained:
             frozen = next(own for own, p in model.named_parameters() if not p.requires_grad)
             raise CannotNarrow(
-                f"model {f'{name!r} ' if name else ''}({type(model).__name__}) has frozen parameters ({frozen!r} is "
-                "one), and its configuration narrows all its layers: unfreeze them"
+                f"model {f'{name!r} ' if name else ''}({type(model).__name__}) has frozen parameters, such as "
+                f"{frozen!r}, but its configuration narrows all its layers: unfreeze them"
             )
         if built is not None:
             return {name: built}
@@ -131,14 +131,14 @@ def narrower_models(model: nn.Module, factor: float, name: str = "") -> dict[str
 
 
 def _built(module: Any, config: Any) -> Any:
-    """Build a model of the same class from another configuration; None if its structure differs or it is as wide."""
+    """Build a model of the same class from another configuration; None if its structure differs or it is as large."""
     parameters = inspect.signature(type(module).__init__).parameters.values()
     switches = [p for p in parameters if isinstance(p.default, bool)]  # such as the pooling layer of a part of a model
     for given in ({}, *({p.name: not p.default} for p in switches)):
         with seeded(0):
             try:
                 built = type(module)(copy.deepcopy(config), **given)
-            except Exception:  # a model may refuse a configuration with any error
+            except Exception:  # a model may raise anything for a configuration
                 return None
         if _structure(built) == _structure(module):
             break
@@ -180,10 +180,10 @@ def _take_sizes(model: str, name: str, module: nn.Module, other: nn.Module) -> N
     for key, parameter in module.named_parameters(recurse=False):
         if parameter.shape != (expected := other.get_parameter(key).shape):
             raise CannotNarrow(
-                f"{f'{name}.{key}'!r} is {list(expected)} in the narrower {model}, and {list(parameter.shape)} by what "
-                "was observed"
+                f"{f'{name}.{key}'!r} is {list(expected)} in the narrower {model}, but {list(parameter.shape)} by the "
+                "observed channels"
             )
-    torchs = type(module).__module__.startswith("torch.nn")  # its other numbers, such as a dropout rate, are the user's
+    torchs = type(module).__module__.startswith("torch.nn")  # keep its other numbers, such as a dropout rate
     for key, value in vars(other).items():
         sized = type(value) in (int, tuple, list) or (type(value) is float and not torchs)
         if sized and not key.startswith("_") and key in vars(module):

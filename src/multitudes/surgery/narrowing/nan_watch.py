@@ -1,4 +1,4 @@
-"""Observe which channels survive, in one run in which each layer's dropped channels are NaN."""
+"""Find which channels each layer keeps, in one run in which dropped channels are NaN."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.trace import Trace, observing, recording
 from multitudes.surgery.narrowing.attention_heads import HeadChoice
 from multitudes.surgery.narrowing.cuts import CannotNarrow, Cut, form_of, is_depthwise
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 
 Along = Mapping[str, tuple[tuple[int, Tensor], ...]]
-"""Cuts of parameters outside of layers, by name: the axes that are cut, and the entries kept along them."""
+"""Cuts of parameters outside of layers, by name: the cut axes, and the entries kept along them."""
 
 _LOOKS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 
 
 class Watch(TorchFunctionMode):
-    """One run in which each layer's dropped channels are NaN.
+    """One run in which each layer's dropped channels are NaN; `heads` chooses the channels to keep.
 
-    A channel that is NaN anywhere is dropped; elsewhere it may have been padded, or masked, with numbers. `heads`
-    chooses the channels that layers keep.
+    A channel with any NaN is dropped: its other values may come from padding or masking.
     """
 
     def __init__(self, heads: HeadChoice) -> None:
@@ -34,38 +33,38 @@ class Watch(TorchFunctionMode):
         self.trace, self.heads = Trace(), heads
         self.cuts: dict[str, Cut] = {}
         self.sizes: Sizes = {}
-        self.mixer = ""  # the function, and its place, that made all channels NaN from some
+        self.mixer = ""  # the function, and its place, that first made all channels NaN
 
     def run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         try:
-            with followed_sizes(model, names) as self.sizes:
+            with track_sizes(model, names) as self.sizes:
                 self._run(model, example, names)
-        except (KeyError, TypeError, RuntimeError):  # a table with such sizes as keys, or a scripted function
+        except (KeyError, TypeError, RuntimeError):  # sizes as keys of a dict, or a scripted function
             self.sizes, self.cuts = {}, {}
             self._run(model, example, names)
 
     def _run(self, model: nn.Module, example: Input, names: Collection[str]) -> None:
         with recording(model) as self.trace:
-            answered(model, example, names, self.see, self)
+            run_replacing(model, example, names, self.drop_channels, self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _LOOKS and args[0].is_floating_point() and bool(args[0].isnan().any()):
             raise CannotNarrow(
-                f"{self._place()} decides by the values of channels ({function.__name__.strip('_')}), so the network "
-                "cannot be narrowed"
+                f"cannot narrow the network: {self._place()} branches on the values of channels "
+                f"({function.__name__.strip('_')})"
             )
         result = function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             note_sizes(getattr(function, "__name__", ""), args, kwargs or {}, result, self.heads.shares)
         if not self.mixer and isinstance(result, Tensor) and result.is_floating_point():
-            self._look_for_a_mixer(function, (*args, *(kwargs or {}).values()), result)
+            self._find_mixer(function, (*args, *(kwargs or {}).values()), result)
         return result
 
-    def _look_for_a_mixer(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
+    def _find_mixer(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
         with torch._C.DisableTorchFunction():
             running = self.trace.running
             if running and form_of(running[-1].module).outputs:
-                return  # known layers: their outputs are replaced
+                return  # the outputs of known layers are replaced
             dense = [t for t in tensors_in(args) if t.layout is torch.strided and t.numel()]
             nan = [t.isnan() for t in dense if t.is_floating_point()]
             some = any(bool(mask.any()) for mask in nan) and not any(bool(mask.all()) for mask in nan)
@@ -80,8 +79,8 @@ class Watch(TorchFunctionMode):
         kind = nn.MultiheadAttention if isinstance(module, nn.MultiheadAttention) else type(module)
         return f"layer {name!r} ({kind.__name__})"
 
-    def see(self, name: str, layer: Any, read: Read, y: Tensor) -> Tensor:
-        """Record what a layer keeps, and set its dropped channels to NaN."""
+    def drop_channels(self, name: str, layer: Any, read: LayerInputs, y: Tensor) -> Tensor:
+        """Record the cut of a layer, and set its dropped channels to NaN."""
         with torch._C.DisableTorchFunction():
             form = form_of(layer)
             dropped = [x.isnan().movedim(form.axis, 0) for x in read.inputs]
@@ -101,11 +100,11 @@ class Watch(TorchFunctionMode):
                 cut = Cut(kept, outputs, others=tuple(others))
                 out = torch.full_like(y, torch.nan).index_fill_(form.axis, cut.outputs.to(y.device), 0.0)
             if self.cuts.setdefault(name, cut) != cut:
-                raise CannotNarrow(f"layer {name!r} is used in several places that see different channels")
+                raise CannotNarrow(f"layer {name!r} runs several times, on different channels")
             return out
 
     def _is_of_each_head(self, dropped: list[Tensor]) -> bool:
-        """Return whether all channels are dropped together in some places only, as in layers that run on each head."""
+        """Return whether all channels are NaN at some positions and none at others, as in layers that run per head."""
         if len(dropped) != 1 or not self.heads.found:
             return False
         return bool(dropped[0].any()) and not bool(dropped[0].all()) and bool((dropped[0] == dropped[0][:1]).all())
@@ -114,17 +113,15 @@ class Watch(TorchFunctionMode):
         dropped = mask.flatten(1).any(1)
         if bool(dropped.all()):
             by = f" by {self.mixer}" if self.mixer else ""
-            raise CannotNarrow(
-                f"the channels that reach layer {name!r} are mixed on their way{by}, so the network cannot be narrowed"
-            )
+            raise CannotNarrow(f"cannot narrow the network: channels are mixed before layer {name!r}{by}")
         return (~dropped).nonzero()[:, 0].cpu()
 
 
 def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], along: Along) -> bool:
-    """Return whether the entries that parameters would lose reach, as NaN, only channels that the next layers lose."""
+    """Return whether the entries that parameters would lose, set to NaN, reach only channels that layers lose."""
     reached: list[bool] = []
 
-    def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+    def see(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
         form = form_of(layer)
         for x, kept in zip(read.inputs, cuts[name].indices, strict=False):
             seen = x.isnan().movedim(form.axis, 0).flatten(1).any(1).cpu()
@@ -138,7 +135,7 @@ def loses_the_same(model: nn.Module, example: Input, cuts: Mapping[str, Cut], al
             values = torch.full_like(values, torch.nan).index_copy(axis, index, values.index_select(axis, index))
         data[model.get_parameter(name)] = values
     with observing(model), holding_data(data):
-        output = answered(model, example, cuts, see)
+        output = run_replacing(model, example, cuts, see)
     return bool(reached) and all(reached) and not bool(output.isnan().any())
 
 
@@ -161,9 +158,9 @@ def holding_data(data: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 
 class Size(int):
-    """A number in a network's attributes, with the numbers of entries kept along axes of that size.
+    """A number in a network's attributes that records how many entries are kept along axes of this size.
 
-    Its hash is its own, so that no cache, such as that of einops, returns a number from another run.
+    It is hashed by identity, so that no cache (einops has one) returns a number from another run.
     """
 
     kept: set[int]
@@ -177,12 +174,12 @@ class Size(int):
 
 
 Sizes = Mapping[tuple[str, ...], Any]
-"""Numbers in a network, as `Size`s or lists of them, by a module's name and the path of attributes."""
+"""The `Size`s in a network, or lists of them, by module name and path of attributes."""
 
 
 @contextmanager
-def followed_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
-    """Replace the numbers that modules hold by `Size`s for the duration of a `with`, except in the modules `leave`."""
+def track_sizes(model: nn.Module, leave: Collection[str]) -> Iterator[Sizes]:
+    """Replace the numbers in modules, except those named in `leave`, by `Size`s for the duration of a `with`."""
     found: dict[tuple[str, ...], Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     seen: set[int] = set()
@@ -223,9 +220,9 @@ def _is_plain(value: Any) -> bool:
 def note_sizes(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, shares: Mapping[int, int]
 ) -> None:
-    """Record how many entries along an axis are kept, not NaN throughout, if a function was given its size.
+    """Record in the `Size`s among a function's arguments how many entries are kept, that is, not all NaN.
 
-    `shares` maps numbers of query heads that share keys and values to the numbers kept: these are repeated as often.
+    `shares` maps the numbers of query heads that share keys and values to the numbers kept.
     """
     rest = [*args[1:], *kwargs.values()]
     flat = [each for arg in rest for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
@@ -252,17 +249,17 @@ def _kept(x: Tensor, axis: int) -> int:
     return int((~x.isnan().movedim(axis, 0).flatten(1).all(1)).sum())
 
 
-def changed(network: nn.Module, sizes: Sizes) -> None:
-    """Set the numbers of a narrowed network whose axes have all lost the same entries, in place."""
+def apply_sizes(network: nn.Module, sizes: Sizes) -> None:
+    """Set the numbers of a narrowed network, in place, if all axes of a size keep equally many entries."""
     for (name, *owners, key), sized in sizes.items():
         held: Any = network.get_submodule(name)
         for owner in owners:
             held = getattr(held, owner)
-        if (new := _settled(sized)) != sized:
+        if (new := _final_size(sized)) != sized:
             vars(held)[key] = new
 
 
-def _settled(sized: Any) -> Any:
+def _final_size(sized: Any) -> Any:
     if isinstance(sized, (list, tuple)):
-        return type(sized)(map(_settled, sized))
+        return type(sized)(map(_final_size, sized))
     return min(sized.kept) if isinstance(sized, Size) and len(sized.kept) == 1 else int(sized)

@@ -1,10 +1,9 @@
-"""Narrowing: a network of the same kind with its hidden widths scaled down.
+"""Scale down the hidden widths of a network.
 
-Which of a layer's inputs survive depends on the operations between layers: additions, `cat`, `flatten`, pooling. They
-are observed instead of analysed. Each layer chooses the channels that it keeps; the others are set to NaN. NaN goes
-through everything that a network does to channels, so that the surviving inputs of the next layer are those that are
-not NaN. One run on an example finds every layer's kept inputs and outputs (`watch`), and one more verifies the narrowed
-network.
+Which inputs a layer keeps depends on the operations before it: additions, `cat`, `flatten`, pooling. These are
+observed: each layer's dropped channels are set to NaN, which goes through all operations, and the next layer keeps the
+inputs that are not NaN. One run on an example finds all cuts (`nan_watch.py`), and another verifies the narrowed
+network (`proof.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from multitudes.surgery.narrowing.cuts import (
     norm_groups,
 )
 from multitudes.surgery.narrowing.huggingface_configs import follow_configs, narrower_models
-from multitudes.surgery.narrowing.nan_watch import Along, Watch, changed, loses_the_same
-from multitudes.surgery.narrowing.proof import prove, runs_like, standing_alone
-from multitudes.surgery.observe import executed
+from multitudes.surgery.narrowing.nan_watch import Along, Watch, apply_sizes, loses_the_same
+from multitudes.surgery.narrowing.proof import free_parameters, prove, runs_like
+from multitudes.surgery.observe import execution_order
 from multitudes.surgery.output_layers import final_layers
 from multitudes.surgery.select import PRODUCTS, TRANSPOSED, Selector, is_frozen, replace, select, within
 
@@ -52,10 +51,10 @@ def narrowed_copy(
     example: Input,
     redrawn: bool = False,
 ) -> tuple[nn.Module, dict[str, Cut]]:
-    """Return the narrowed copy with the kept channels' weights, verified on the example, and all cuts, by name.
+    """Return a narrowed copy, verified on the example, with the weights of randomly kept channels, and all cuts.
 
-    Channels are chosen at random, from torch's random state. If weights are `redrawn` afterwards, a Hugging Face model
-    whose channels cannot be followed is built from its narrowed configuration.
+    If weights are `redrawn` afterwards, a Hugging Face model whose channels cannot be observed is built from its
+    narrowed configuration.
     """
     built = narrower_models(model, factor)
     split = _selected(model, layers)
@@ -79,8 +78,8 @@ def _warn_of_configs(narrowed: nn.Module, model: nn.Module) -> None:
         pairs = zip(module.parameters(), narrowed.get_submodule(name).parameters(), strict=True)
         if is_hugging_face(module) and any(whole.shape != small.shape for whole, small in pairs):
             warnings.warn(
-                f"the configuration of {type(module).__name__} cannot express the narrowed widths: members predict and "
-                "are saved by mt.save, but save_pretrained gives what from_pretrained does not load",
+                f"the configuration of {type(module).__name__} cannot express the narrowed widths: use mt.save; "
+                "from_pretrained cannot load what save_pretrained writes",
                 stacklevel=4,
             )
             return
@@ -98,10 +97,10 @@ def _observed_copy(
     min_channels: int,
     split: set[str],
 ) -> tuple[nn.Module, dict[str, Cut]]:
-    """Return the narrowed copy from observation, and every layer's cut; layers in `split` may be grouped."""
+    """Observe the cuts and return the narrowed copy with them; layers in `split` may be grouped."""
     _check_layers(model)
     known = _known(model)
-    order = executed(model, example, [name for name, form in known.items() if form.makes])
+    order = execution_order(model, example, [name for name, form in known.items() if form.makes])
     if not order:
         raise CannotNarrow(f"model ({type(model).__name__}) has no layer that can be narrowed")
     counts = {
@@ -121,7 +120,9 @@ def _observed_copy(
     along = _along(model, example, cuts, watch.heads, built)
     cuts |= {name: cuts[other] for name, other in twins.items()}
     narrowed = _cut(model, cuts, along)
-    changed(narrowed, {path: s for path, s in watch.sizes.items() if not any(within(path[0], name) for name in built)})
+    apply_sizes(
+        narrowed, {path: s for path, s in watch.sizes.items() if not any(within(path[0], name) for name in built)}
+    )
     follow_configs(narrowed, built, [name for name in order[-1:] if name not in counts])
     prove(model, narrowed, cuts, example, along, watch.heads.sources)
     return narrowed, cuts
@@ -130,10 +131,9 @@ def _observed_copy(
 def _watched(
     model: nn.Module, example: Input, known: dict[str, Form], order: list[str], factor: float, counts: dict[str, int]
 ) -> tuple[Watch, set[str]]:
-    """Observe every layer's cut, the kept heads, and the layers that are not split into groups.
+    """Observe every layer's cut; also return the layers that are not grouped: first, frozen and output layers.
 
-    Those are the first layer, frozen ones, and those that make the output. `counts` holds the widths that layers of
-    Hugging Face models have by their configurations.
+    `counts` holds the widths of layers by the configurations of Hugging Face models.
     """
     found, patterns = observe_attention(model, example, order)
     whole = {order[-1]} | {name for name in order if is_frozen(model.get_submodule(name))}
@@ -151,15 +151,15 @@ def _watched(
 
     with observing(model):
         watch = watched(whole)
-        if frozen := _cut_frozen(model, watch.cuts):  # its inputs must be whole too
-            before = executed(model, example, known)
+        if frozen := _cut_frozen(model, watch.cuts):  # frozen layers must keep all inputs
+            before = execution_order(model, example, known)
             whole |= set(before[: before.index(frozen[-1])])
             watch = watched(whole)
     return watch, whole | {order[0]}
 
 
 def _twins(model: nn.Module, known: dict[str, Form], order: list[str]) -> dict[str, str]:
-    """Map tables that do not run themselves to the layer that runs with their weight; raise an error for any other."""
+    """Map embeddings that do not run to the layer that runs with their weight; refuse other such layers."""
     owners = {id(p): name for name in order for p in model.get_submodule(name).parameters()}
     twins: dict[str, str] = {}
     for name in [name for name, form in known.items() if form.makes and name not in order]:
@@ -168,15 +168,15 @@ def _twins(model: nn.Module, known: dict[str, Form], order: list[str]) -> dict[s
         other = same.pop() if isinstance(layer, nn.Embedding) and len(same) == 1 else None
         if other is None:
             raise CannotNarrow(
-                f"layer {name!r} does not run on the example in evaluation, so its widths cannot be seen: pass an "
-                "example on which it runs, or take it out"
+                f"layer {name!r} does not run on the example in evaluation, so its channels cannot be observed: pass "
+                "an example on which it runs, or remove it"
             )
         twins[name] = other
     return twins
 
 
 def _known(model: nn.Module) -> dict[str, Form]:
-    """Return the layers that make channels or follow them, by name, except those inside attention."""
+    """Return the layers that make or follow channels, by name, except those inside attention."""
     inside = {f"{name}.out_proj" for name, module in model.named_modules() if is_attention(module)}
     forms = {name: form_of(module) for name, module in model.named_modules() if name not in inside}
     return {name: form for name, form in forms.items() if form.outputs}
@@ -202,8 +202,8 @@ def _grouped(name: str, layer: Any, cut: Cut, gamma: int, min_channels: int, hea
         gamma -= 1
     exact = form_of(layer).outputs * heads.factor
     rounded = f", rounded up from {exact:g}" if form_of(layer).outputs != outputs > exact + 1e-9 else ""
-    told = f"{of_heads}, gamma {gamma}" if (of_heads := heads.note(name)) else f"gamma {gamma}{rounded}"
-    return replaced(cut, gamma=gamma, note=f"{inputs} -> {outputs}, {told}")
+    detail = f"{of_heads}, gamma {gamma}" if (of_heads := heads.note(name)) else f"gamma {gamma}{rounded}"
+    return replaced(cut, gamma=gamma, note=f"{inputs} -> {outputs}, {detail}")
 
 
 # -- free parameters ---------------------------------------------------------------------------------------
@@ -214,9 +214,8 @@ def _along(
 ) -> Along:
     """Return the cuts of parameters outside of layers.
 
-    In Hugging Face models they follow the narrower model's shapes; elsewhere, the cut channels that the parameters
-    meet. A cut of such a parameter along the last axis with a fitting width, or number of heads, is checked by a run:
-    the next layers must lose the same.
+    In Hugging Face models they follow the shapes of the narrower model. Elsewhere, the last axis with the width of a
+    cut layer, or its number of heads, is cut if a run shows that the next layers lose the same channels.
     """
     made = [(model.get_submodule(name), cut.outputs) for name, cut in cuts.items()]
     layers = [(form_of(m).outputs, kept) for m, kept in made if form_of(m).makes and not is_depthwise(m)]
@@ -224,7 +223,7 @@ def _along(
     exact = {(size, len(kept)): kept for size, kept in (*layers, *heads.entries.items())}
     fixed: dict[str, tuple[tuple[int, Tensor], ...]] = {}
     along: dict[str, tuple[tuple[int, Tensor], ...]] = {}
-    for name in standing_alone(model):
+    for name in free_parameters(model):
         whole = model.get_parameter(name)
         if of := [prefix for prefix in built if within(name, prefix)]:
             small = built[of[0]].get_parameter(name.removeprefix(f"{of[0]}."))
@@ -232,7 +231,7 @@ def _along(
             pairs = [(axis, pair) for axis, pair in sizes if pair[0] != pair[1]]
             if missing := [pair for _, pair in pairs if pair not in exact]:
                 raise CannotNarrow(
-                    f"parameter {name!r} would have {missing[0][1]} of {missing[0][0]} entries, and no layer keeps as "
+                    f"parameter {name!r} would keep {missing[0][1]} of {missing[0][0]} entries, but no layer keeps as "
                     "many channels"
                 )
             fixed[name] = tuple((axis, exact[pair]) for axis, pair in pairs)
@@ -250,7 +249,7 @@ def _along(
 
 
 def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
-    """Return the copy with smaller layers and parameters; layers that shared a weight still do if cut equally."""
+    """Return the copy with smaller layers and parameters; shared weights stay shared if cut equally."""
     layers = {name: model.get_submodule(name) for name in cuts if not is_frozen(model.get_submodule(name))}
     small = {name: cut_layer(layer, cuts[name], name) for name, layer in layers.items()}
     first: dict[int, nn.Parameter] = {}
@@ -279,7 +278,7 @@ def _cut(model: nn.Module, cuts: Mapping[str, Cut], along: Along) -> nn.Module:
 
 
 def _cut_frozen(model: nn.Module, cuts: dict[str, Cut]) -> list[str]:
-    """Return the layers with frozen parameters that would lose inputs, in the order in which they run."""
+    """Return the layers with frozen parameters that would lose inputs, in order of execution."""
     found = []
     for name, cut in cuts.items():
         layer: Any = model.get_submodule(name)
@@ -293,11 +292,10 @@ def _check_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kind = f"layer {name!r} is a {type(module).__name__}"
         if isinstance(module, Stochastic) and any(True for _ in module.parameters()):
-            raise CannotNarrow(f"{kind}, whose random weights cannot be narrowed")
+            raise CannotNarrow(f"{kind} with random weights, which cannot be narrowed")
         if kind_of(module) in PRODUCTS and is_computed(module):
             raise CannotNarrow(
-                f"{kind} whose weight is computed from others (by weight_norm, spectral_norm, pruning), which cannot "
-                "be narrowed"
+                f"{kind} with a computed weight (weight_norm, spectral_norm, pruning), which cannot be narrowed"
             )
         own = module._parameters and not form_of(module).outputs
         if own and type(module).__module__.startswith("torch.nn"):
@@ -305,9 +303,9 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> None:
-    """Warn if most of a narrowed network's parameters are outside of layers and were not cut."""
+    """Warn if most parameters of a narrowed network are outside of layers and were not cut."""
     shapes = {name: parameter.shape for name, parameter in narrowed.named_parameters()}
-    whole = [name for name in standing_alone(model) if model.get_parameter(name).shape == shapes.get(name)]
+    whole = [name for name in free_parameters(model) if model.get_parameter(name).shape == shapes.get(name)]
     size = sum(model.get_parameter(name).numel() for name in whole)
     total = sum(p.numel() for p in narrowed.parameters())
     if size > total / 2:
@@ -315,13 +313,13 @@ def warn_of_whole(model: nn.Module, narrowed: nn.Module, members: int = 1) -> No
         before = sum(p.numel() for p in model.parameters())
         cost = f", so that {members} members have {members * total / before:.1f} times its parameters" * (members > 1)
         warnings.warn(
-            f"model ({type(model).__name__}) is hardly narrowed: {shown} stand alone and keep their width{cost}",
+            f"model ({type(model).__name__}) is hardly narrowed: {shown} are in no layer and keep their width{cost}",
             stacklevel=3,
         )
 
 
-def rescaled(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
-    """Scale the narrowed network's weights so that activations are as large as the model's; return it."""
+def rescale_activations(narrowed: nn.Module, model: nn.Module, cuts: dict[str, Cut], example: Input) -> nn.Module:
+    """Scale the narrowed network's weights, in place, so that activations are as large as the model's; return it."""
     if sum(p.numel() for p in narrowed.parameters()) == sum(p.numel() for p in model.parameters()):
         return narrowed
     layers = {name: model.get_submodule(name) for name in cuts}

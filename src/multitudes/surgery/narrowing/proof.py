@@ -1,4 +1,4 @@
-"""Verify a narrowed network: it must compute what the model does with its kept channels alone."""
+"""Verify that a narrowed network computes what the model computes with its kept channels alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multitudes.networks.trace import observing, unmoved
 from multitudes.networks.verification import alike, running_statistics
 from multitudes.surgery.narrowing.cuts import CannotNarrow, Cut, form_of
 from multitudes.surgery.narrowing.nan_watch import Along, holding_data
-from multitudes.surgery.observe import Read, answered
+from multitudes.surgery.observe import LayerInputs, run_replacing
 
 
 def prove(
@@ -30,38 +30,36 @@ def prove(
 ) -> None:
     """Compare a narrowed network with the model on an example; raise an error that names a layer that differs.
 
-    The model runs at its full width, but each layer is replaced by the narrowed one, which reads the kept channels and
-    writes its outputs to their places; all other channels are NaN. So the model's own code between layers must have the
-    same effect in both: every layer's input is compared, and the output. Constants are moved meanwhile, since a norm
-    that starts at zero would hide what follows it; `along` holds the cuts of parameters outside of layers. Outputs of
-    layers in `sharpened` are made large: with small queries and keys attention is a mean, which is the same for all
-    heads.
+    The model runs at its full width, but with each layer replaced by the narrowed one, which reads the kept channels
+    and writes its outputs to their places; all other channels are NaN. The inputs of all layers and the output must
+    agree. Constant parameters get other values meanwhile, since a norm that starts at zero would hide differences.
+    Layers in `sharpened` get large weights: with small queries and keys, attention is the same mean for all heads.
+    `along` holds the cuts of parameters outside of layers.
     """
     with observing(model, narrowed), holding_data(_moved_weights(model, narrowed, cuts, along or {}, sharpened)):
         wanted, want = _at_full_width(model, narrowed, cuts, example)
         got: list[tuple[str, list[Tensor]]] = []
 
-        def see(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor:
+        def record(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor:
             got.append((name, read.inputs))
             return y
 
         try:
-            output = answered(narrowed, example, cuts, see)
+            output = run_replacing(narrowed, example, cuts, record)
         except (RuntimeError, ValueError, IndexError) as error:
             raise CannotNarrow(_unfit(model, str(error).splitlines()[0])) from error
     for (name, inputs), (other, expected) in zip(got, wanted, strict=False):
         if name != other or not all(map(_same_input, inputs, expected)):
             raise CannotNarrow(
-                f"model ({type(model).__name__}) cannot be narrowed, since what its forward does before layer {name!r} "
-                f"gives that layer other values, or others of its channels, when there are fewer of them"
-                f"{_fixed(model)}"
+                f"cannot narrow model ({type(model).__name__}): with fewer channels, its code before layer {name!r} "
+                f"gives that layer other values or channels{_fixed(model)}"
             )
     if output.shape != want.shape:
         raise CannotNarrow(_unfit(model, f"it gives {list(output.shape)} instead of {list(want.shape)}"))
     if not _equal(output, want):
         raise CannotNarrow(
-            f"model ({type(model).__name__}) cannot be narrowed, since what its forward does after layer "
-            f"{got[-1][0]!r} gives another output when there are fewer channels"
+            f"cannot narrow model ({type(model).__name__}): with fewer channels, its code after layer {got[-1][0]!r} "
+            "gives other outputs"
         )
     trouble = _trouble_in_training(narrowed, example)
     if trouble and not _trouble_in_training(model, example):
@@ -69,7 +67,7 @@ def prove(
 
 
 def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
-    """Return whether a network returns finite predictions of the shape of a model's, and runs in training."""
+    """Return whether a network makes finite predictions of the same shape as a model, and runs in training."""
     try:
         with observing(model, network):
             y, want = call(network, example), call(model, example)
@@ -80,7 +78,7 @@ def runs_like(network: nn.Module, model: nn.Module, example: Input) -> bool:
 
 
 def _trouble_in_training(network: nn.Module, example: Input) -> str:
-    """Return the error of a run in training mode, which may take other paths through a network."""
+    """Return the error of a run in training mode; "" if there is none."""
     try:
         with (
             holding(network.modules(), "training", True),
@@ -103,8 +101,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_input(x: Tensor, expected: Tensor) -> bool:
-    """Return whether a layer of the narrowed network reads what it would read in the model."""
-    if x.shape != expected.shape:  # if it runs on each head: dropped heads are all NaN
+    """Return whether a layer of the narrowed network reads the same as in the model."""
+    if x.shape != expected.shape:  # for layers that run per head, dropped heads are all NaN
         for axis in range(expected.dim() - 1):
             there = ~expected.isnan().movedim(axis, 0).flatten(1).all(1)
             expected = expected.index_select(axis, there.nonzero()[:, 0])
@@ -114,10 +112,10 @@ def _same_input(x: Tensor, expected: Tensor) -> bool:
 def _at_full_width(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], example: Input
 ) -> tuple[list[tuple[str, list[Tensor]]], Tensor]:
-    """Return the kept channels that each layer reads, in the order in which layers run, and the output."""
+    """Return the kept channels that each layer reads, in order of execution, and the output."""
     seen: list[tuple[str, list[Tensor]]] = []
 
-    def narrow(name: str, layer: nn.Module, read: Read, y: Tensor) -> Tensor | tuple[Any, ...]:
+    def narrow(name: str, layer: nn.Module, read: LayerInputs, y: Tensor) -> Tensor | tuple[Any, ...]:
         cut, axis = cuts[name], form_of(layer).axis
         kept = [x.index_select(axis, i.to(x.device)) for x, i in zip(read.inputs, cut.indices, strict=False)]
         seen.append((name, kept))
@@ -126,13 +124,13 @@ def _at_full_width(
         whole = torch.full_like(y, torch.nan).index_copy_(axis, cut.outputs.to(y.device), small.to(y.dtype))
         return (whole, *weights) if weights else whole
 
-    return seen, answered(model, example, cuts, narrow)
+    return seen, run_replacing(model, example, cuts, narrow)
 
 
 def _moved_weights(
     model: nn.Module, narrowed: nn.Module, cuts: Mapping[str, Cut], along: Along, sharpened: Collection[str]
 ) -> dict[nn.Parameter, Tensor]:
-    """Return other values for the constant parameters, and the layers that attention reads, of both networks."""
+    """Return other values for constant parameters and `sharpened` layers of both networks."""
     moved: dict[nn.Parameter, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for name in cuts:
@@ -142,7 +140,7 @@ def _moved_weights(
                 moved[parameter] = spread * torch.randn(parameter.shape, generator=generator).to(parameter)
             elif _is_constant(parameter.data):
                 moved[parameter] = _random(parameter.data, generator)
-    for name in standing_alone(model):
+    for name in free_parameters(model):
         parameter, small = model.get_parameter(name), narrowed.get_parameter(name)
         if _is_constant(parameter.data):
             values = moved[parameter] = _random(parameter.data, generator)
@@ -161,8 +159,8 @@ def _random(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.rand(values.shape, generator=generator).to(values) / max(1, len(values) if values.dim() else 1)
 
 
-def standing_alone(model: nn.Module) -> list[str]:
-    """Return the names of parameters that are in no layer that is cut."""
+def free_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters outside of layers with channels."""
     alone = {name: module for name, module in model.named_modules() if not form_of(module).outputs}
     named = [
         (name, own) for name, m in alone.items() for own, parameter in m._parameters.items() if parameter is not None
@@ -171,12 +169,9 @@ def standing_alone(model: nn.Module) -> list[str]:
 
 
 def _unfit(model: nn.Module, reason: str) -> str:
-    return (
-        f"model ({type(model).__name__}) cannot be narrowed, since its forward fixes a hidden width: "
-        f"{reason}{_fixed(model)}"
-    )
+    return f"cannot narrow model ({type(model).__name__}): its forward fixes a hidden width: {reason}{_fixed(model)}"
 
 
 def _fixed(model: nn.Module) -> str:
-    alone = standing_alone(model)
-    return f"; it has parameters of fixed width: {', '.join(alone)}" if alone else ""
+    alone = free_parameters(model)
+    return f"; parameters of fixed width: {', '.join(alone)}" if alone else ""

@@ -22,7 +22,7 @@ from torch import nn
 from multitudes.base.checks import needed
 from multitudes.lab.data.texts import local_place, quiet
 from multitudes.models.huggingface import FromTokens
-from multitudes.surgery.initialize import redraw
+from multitudes.surgery.initialize import reinitialize
 from multitudes.surgery.output_layers import output_layers
 
 PREFIX = "hf:"
@@ -244,7 +244,7 @@ def _build(auto: Any, config: Any, weights: Mapping[str, str] | None, name: str)
             f"model {name!r}: the weights in {str(folder)!r} belong to another network: they lack {missing[0]!r}"
         )
     plain.load_state_dict(network.state_dict())
-    return redraw(plain, only=heads)
+    return reinitialize(plain, only=heads)
 
 
 def _check_images(name: str, config: Mapping[str, Any], shape: tuple[int, ...]) -> None:
