@@ -277,7 +277,7 @@ def test_bad_arguments_are_named() -> None:
     x = NETWORKS["cnn"].batch(2)[0]
     with pytest.raises(ValueError, match="from_layer: no layer is named 'fc9'; there are: conv1, conv2, fc1, fc2"):
         mt.heads(model, from_layer="fc9")
-    with pytest.raises(ValueError, match=r"layers=\['fc2'\] and from_layer='fc1' say the same"):
+    with pytest.raises(ValueError, match=r"layers=\['fc2'\] and from_layer='fc1' exclude each other"):
         mt.heads(model, layers=["fc2"], from_layer="fc1")
     with pytest.raises(ValueError, match="layers: no layer is named 'fc9'"):
         mt.heads(model, layers=["fc9"])
@@ -286,17 +286,17 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="init must be one of"):
         mt.heads(model, init="random")
     unused = Of(lambda net, x: net.body(x), body=nn.Linear(4, 2), other=nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="from_layer='other' never runs"):
+    with pytest.raises(ValueError, match="from_layer='other' does not run"):
         mt.heads(unused, from_layer="other", example=torch.randn(2, 4))
     frozen = NETWORKS["cnn"].model().requires_grad_(False)
     with pytest.raises(ValueError, match="layers: 'fc2' must have weights that are trained, and all are frozen"):
         mt.heads(frozen, example=x)
-    with pytest.raises(ValueError, match="from_layer='fc1': 'fc1', 'fc2' must have weights that are trained"):
+    with pytest.raises(ValueError, match="from_layer='fc1': 'fc1', 'fc2' must have trainable weights"):
         mt.heads(frozen, from_layer="fc1", example=x)
     twice = Of(
         lambda net, x: net.body(net.head(net.body(x))), body=nn.Linear(4, 4), head=nn.Linear(4, 4)
     )  # fmt: skip
-    with pytest.raises(ValueError, match="layer 'body' runs before from_layer='head' and after, so it is shared"):
+    with pytest.raises(ValueError, match="layer 'body' runs both before and after from_layer='head'"):
         mt.heads(twice, from_layer="head", example=torch.randn(2, 4))
     with pytest.raises(ValueError, match="a multitude of members already"):
         mt.heads(mt.deep_ensemble(nn.Linear(3, 2), 2))
@@ -317,7 +317,7 @@ def test_a_zero_head_that_no_rule_draws_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight.T
 
-    with pytest.raises(ValueError, match="no rule draws '1' anew, so all members would be the same network"):
+    with pytest.raises(ValueError, match="no rule resets '1', so all members would stay the same network"):
         mt.heads(nn.Sequential(nn.Linear(4, 4), Zero()), 2)
 
 

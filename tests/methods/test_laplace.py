@@ -265,7 +265,7 @@ def test_draws_have_the_posteriors_mean_and_covariance(structure: str) -> None:
     layer, count = layer_of(net), 20_000
     torch.manual_seed(0)
     with torch.no_grad():
-        weight = torch.vmap(lambda _: layer.drawn(), randomness="different")(torch.arange(count))
+        weight = torch.vmap(lambda _: layer.draw_tensors(), randomness="different")(torch.arange(count))
     rows = torch.cat([weight[0], weight[1][:, :, None]], 2).flatten(1) - weights(model).flatten()
     want = covariance(net)
     # Entry ij of a covariance of n draws has the standard error sqrt((S_ii S_jj + S_ij^2) / n): 6 of them.

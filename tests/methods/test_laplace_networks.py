@@ -291,7 +291,7 @@ def test_networks_with_posteriors_can_be_fused() -> None:
 def test_members_that_share_weights_are_refused_with_the_way_out() -> None:
     x, y = data()
     shared = mt.batch_ensemble(model(), members=2)
-    with pytest.raises(ValueError, match=r"members that are no networks of their own.*mt.fuse\(\[net.member\(i\)"):
+    with pytest.raises(ValueError, match=r"members that share weights.*mt.fuse\(\[net.member\(i\)"):
         mt.laplace(shared, (x, y))
     assert mt.laplace(mt.fuse([shared.member(i) for i in range(2)]), (x, y)).members == 2
 
@@ -382,9 +382,9 @@ def test_approximations_are_those_of_the_task_and_make_no_draws() -> None:
         net.approximation = "exact"
     net.approximation = "probit"
     assert torch.equal(net(x, draws=0)[0], model()(x))
-    with pytest.raises(ValueError, match="draws=3 are not made by approximation 'probit'"):
+    with pytest.raises(ValueError, match="draws=3 needs approximation='draws'"):
         net(x, draws=3)
-    with pytest.raises(ValueError, match="draws='auto' are not made by approximation 'probit'"):
+    with pytest.raises(ValueError, match="draws='auto' needs approximation='draws'"):
         net.predict(x, draws="auto")
     net.approximation = "draws"
     assert net.predict(x, draws="auto", tolerance=0.05).draws is not None
@@ -411,23 +411,23 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no model": (3, (X, Y), {}, "model must be a trained network, got int"),
     "no batches": (model(), [], {}, "data must hold at least one batch, got none"),
     "no targets": (model(), [X], {}, "batch 0 of data: a Laplace posterior needs targets"),
-    "another shape": (model(), (X, Y[:, None]), {}, r"y must hold one class for each prediction, \[40\]"),
+    "another shape": (model(), (X, Y[:, None]), {}, r"y must have one class for each prediction, \[40\]"),
     "a class too many": (model(), [(X, Y), (X, Y + 1)], {}, "batch 1 of data: y must hold classes 0 to 2, got 3"),
     "only ignored": (model(), (X, Y * 0 - 100), {}, "y must hold at least one target that is not ignored"),
     "NaN inputs": (model(), (NAN, Y), {}, r"the inputs of layer '2' \(Linear\) must be finite"),
-    "NaN targets": (model(), (X, NAN[:, :3]), {"task": "regression"}, "y must hold finite numbers, got NaN"),
+    "NaN targets": (model(), (X, NAN[:, :3]), {"task": "regression"}, "y must be finite, got NaN"),
     "values": (model(), (X, X[:, :3]), {}, "batch 0 of data: y must hold classes"),
     "another size": (model(), (X[:, :2], Y), {}, "x of shape .40, 2. .* does not fit the network"),
     "structure": (model(), (X, Y), {"structure": "block"}, "structure must be one of auto, full, kron, diag, got"),
     "prior": (model(), (X, Y), {"prior": 0.0}, "prior must be above 0, got 0.0"),
     "a prior's name": (model(), (X, Y), {"prior": "best"}, "prior must be one of marginal, validation, got 'best'"),
-    "no validation": (model(), (X, Y), {"prior": "validation"}, "validation is the held-out data of prior="),
-    "validation": (model(), (X, Y), {"validation": (X, Y)}, "goes with it, got prior='marginal'"),
-    "noise": (model(), (X, Y), {"noise": 1.0}, "noise=1.0 is for task 'regression', and the task is 'classification'"),
+    "no validation": (model(), (X, Y), {"prior": "validation"}, "need each other, got no validation"),
+    "validation": (model(), (X, Y), {"validation": (X, Y)}, "need each other, got prior='marginal'"),
+    "noise": (model(), (X, Y), {"noise": 1.0}, "noise=1.0 is for task 'regression', but the task is 'classification'"),
     "noise below": (model(), (X, X[:, :3]), {"noise": -1.0, "task": "regression"}, "noise must be above 0, got -1.0"),
     "noises": (model(), (X, X[:, :3]), {"noise": torch.ones(2), "task": "regression"}, "one for each of 3 outputs"),
     "no error": (model(), (X, model()(X).detach()), {"task": "regression"}, "noise must be given"),
-    "quantiles": (model(), (X, Y.float()), {"task": "quantiles"}, "task 'quantiles' has no likelihood"),
+    "quantiles": (model(), (X, Y.float()), {"task": "quantiles"}, "task 'quantiles' has none"),
     "draws": (model(), (X, Y), {"draws": 0}, "draws must be a whole number, 1 or more, got 0"),
     "memory": (model(), (X, Y), {"memory": "much"}, "memory must be a size"),
     "approximation": (model(), (X, Y), {"approximation": "exact"}, "approximation must be 'draws' or 'probit' for"),
@@ -437,11 +437,11 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "a scale": (Ending(lambda z: 2 * z), (X, Y), {}, r"are not the outputs of layer 'body.2' \(Linear\)"),
     "a softmax": (Ending(lambda z: z.softmax(1)), (X, Y), {}, "the predictions are not the outputs of layer"),
     "a relu": (Ending(lambda z: z.relu()), (X, Y), {}, "the predictions are not the outputs of layer"),
-    "an order": (Ending(lambda z: z.flip(1)), (X, Y), {}, "in their order, and these are 3 in another order"),
-    "posterior twice": (mt.laplace(model(), (X, Y)), (X, Y), {}, r"layer '2' \(LaplaceLinear\) draws its weights"),
+    "an order": (Ending(lambda z: z.flip(1)), (X, Y), {}, "in their order, got 3 in another order"),
+    "posterior twice": (mt.laplace(model(), (X, Y)), (X, Y), {}, "already draws its weights"),
     "no linear layer": (nn.Sequential(nn.Conv1d(1, 3, 4), nn.Flatten()), (X[:, None], Y), {}, "for linear layers and"),
     "calibrated": (mt.calibrate(model(), (X, Y), seed=0), (X, Y), {}, "got a Calibrated: pass its network"),
-    "zero weights": (nn.utils.skip_init(nn.Linear, 4, 3), (X, Y), {}, "needs weights that are not all 0"),
+    "zero weights": (nn.utils.skip_init(nn.Linear, 4, 3), (X, Y), {}, "all weights of the output layer are 0"),
 }  # fmt: skip
 
 

@@ -257,10 +257,10 @@ def test_a_smoothed_network_is_what_every_method_takes(method: Callable[..., mt.
     (lambda: smooth(small_resnet(), tau=0), r"tau must be above 0, got 0"),
     (lambda: smooth(small_resnet(), tau=math.nan), r"tau must be above 0, got nan"),
     (lambda: smooth(small_resnet(), layers="layer9"), r"layers='layer9' selects nothing"),
-    (lambda: smooth(small_resnet(), layers=["fc"]), r"layer 'fc' reads \[2, 64\], which is no feature map"),
+    (lambda: smooth(small_resnet(), layers=["fc"]), r"layer 'fc' reads \[2, 64\], which is not a feature map"),
     (lambda: smooth(nn.TransformerEncoderLayer(8, 2), layers=["out_proj"], example=torch.ones(1, 2, 8)),
      r"layer 'self_attn\.out_proj' is never called"),
-    (lambda: smooth(Functional()), r"no down-sampling.* calls as a function cannot be seen"),
+    (lambda: smooth(Functional()), r"no down-sampling.* functions in a forward are not found"),
     (lambda: smooth(nn.Linear(3, 2)), r"model \(Linear\) has no down-sampling"),
     (lambda: smooth(M.small_cnn(), growing=True), r"does not run when smoothed before features\.2.*growing=False"),
 ])  # fmt: skip

@@ -94,12 +94,12 @@ def squeezed() -> nn.Module:
     (lambda: head(small_resnet(), "avg"), r"kind must be one of gap, max, median, mlp, got 'avg'"),
     (lambda: head(small_resnet(), "mlp", hidden=0), r"hidden must be a whole number, 1 or more, got 0"),
     (lambda: head(small_resnet(), "mlp", dropout=1.0), r"dropout must be 0 or more and below 1, got 1\.0"),
-    (lambda: head(Functional(), "max"), r"\(a pooling called as a function cannot be seen\)"),
+    (lambda: head(Functional(), "max"), r"\(pooling functions are not found\)"),
     (lambda: head(M.unet(5, width=4), "max"), r"no pooling layer comes before its linear layers"),
-    (lambda: head(M.lenet5(), "gap"), r"\(fc1, fc2\) are not together in an nn\.Sequential"),
+    (lambda: head(M.lenet5(), "gap"), r"\(fc1, fc2\) are not in one nn\.Sequential"),
     (lambda: head(chain(nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 14**2, 3)), "gap"),
      r"more than a flattening between '3' and '6'"),
-    (lambda: head(twice(nn.MaxPool2d(2)), "gap"), r"a layer of its head is used in other places too"),
+    (lambda: head(twice(nn.MaxPool2d(2)), "gap"), r"a layer of its head is also used elsewhere"),
     (lambda: head(squeezed(), "mlp", hidden=4), r"does not run when given the head 'mlp'.*must flatten"),
 ])  # fmt: skip
 def test_bad_arguments_are_told(function: Callable[[], Any], message: str) -> None:

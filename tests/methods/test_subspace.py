@@ -149,7 +149,7 @@ def test_draws_below_the_floor_are_rejected() -> None:
 
 def test_where_all_tries_fail_the_centre_is_taken_and_a_warning_says_so() -> None:
     net = subspace(Sign().eval(), "diagonal", AROUND_HALF, data=ONES, floor=1.0, tries=2)
-    with pytest.warns(UserWarning, match="no weights of accuracy 1 were found in 2 tries, so the centre was taken"):
+    with pytest.warns(UserWarning, match="no draw reached accuracy 1 in 2 tries, so the center is used"):
         weights = net(torch.ones(1, 1), draws=1000, seed=0)[:, 0, 1].detach()
     fallen_back = int((weights == 0.5).sum())
     assert stats.binomtest(fallen_back, 1000, stats.norm.cdf(-0.5) ** 2).pvalue > 1e-3
@@ -159,7 +159,7 @@ def test_where_all_tries_fail_the_centre_is_taken_and_a_warning_says_so() -> Non
 def test_a_floor_needs_labels_and_a_centre_above_it() -> None:
     with pytest.raises(ValueError, match=r"floor=0.8 needs data=\(x, y\) to measure the accuracy on"):
         subspace(Sign(), "random", floor=0.8)
-    with pytest.raises(ValueError, match="floor=0.8 is above the accuracy of the centre on data, 0.000"):
+    with pytest.raises(ValueError, match="floor=0.8 is above the accuracy of the center on data, 0.000"):
         subspace(Sign(-1.0), "random", floor=0.8, data=ONES)
     with pytest.raises(ValueError, match="accuracy needs classes as targets"):
         subspace(Sign(1.0), "random", floor=0.8, data=ONES[0])
@@ -210,10 +210,10 @@ def test_bad_arguments_are_named() -> None:
         (lambda: swa(model, states(WAY + np.inf)), r"checkpoints\[0\] holds NaN or infinite weights in 'weight'"),
         (lambda: swag(nn.ReLU(), [{}, {}]), "has no weights to draw"),
         (lambda: swag("model", states()), "model must be an nn.Module, or a function that builds one, got str"),
-        (lambda: swag(swag(model, states()), states()), "model draws its weights around a trajectory already"),
+        (lambda: swag(swag(model, states()), states()), "model already draws its weights around a trajectory"),
         (lambda: swag(mt.batch_ensemble(model, 2), states()), "model is a multitude of members already"),
         (lambda: swa(model, []), "checkpoints must be 1 or more, got 0"),
-        (lambda: mt.deep_ensemble(swag(model, states())), "cannot be initialised anew"),
+        (lambda: mt.deep_ensemble(swag(model, states())), "cannot be reset"),
         (lambda: swag(model, states()).networks(0), "draws must be a whole number, 1 or more, got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -160,7 +160,7 @@ def test_any_network_may_be_given() -> None:
 def test_wrong_arguments_are_told() -> None:
     with raises("variant must be one of tabm, mini, packed, got 'maxi'"):
         mt.tabm(tabular(3, 1), variant="maxi")
-    with raises("model (Sequential) must have a hidden layer, which members are told apart by"):
+    with raises("model (Sequential) must have a hidden layer, in which its members differ"):
         mt.tabm(nn.Sequential(nn.Linear(3, 1)))
     with raises("layout must be of 3 features, the inputs, got one of 2"):
         tabular(3, 1, layout=[[0.0, 1.0], 1])

@@ -15,7 +15,7 @@ from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.lab.study.spec.method_rows import METHODS, Method, method_of, methods_for, unfit
 from multitudes.lab.study.spec.network_sources import build_network, defaults, network_names, outputs_of
-from multitudes.methods.catalog import listed
+from multitudes.methods.catalog import list_methods
 from multitudes.methods.dropout import Dropout
 from multitudes.methods.subspace import Subspace
 from multitudes.networks.stochastic import stochastic_layers
@@ -52,7 +52,7 @@ def batches(count: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 def test_the_methods_are_listed_without_running_their_files_as_their_rows_say():
     rows = [(row.name, dict(row.settings), row.costs, row.pick, row.place) for row in METHODS.values()]
-    assert [(each.name, each.settings, each.costs, each.pick, each.place) for each in listed()] == rows
+    assert [(each.name, each.settings, each.costs, each.pick, each.place) for each in list_methods()] == rows
 
 
 def trained(method: Method, network: nn.Module, given: dict[str, Any] | None = None, epochs: int = 4) -> Multitude:

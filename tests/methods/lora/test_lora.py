@@ -324,7 +324,7 @@ def test_bad_arguments_are_named() -> None:
             mt.lora(model, 2, rank=rank)
     with pytest.raises(
         ValueError,
-        match=r"rank=5 must be at most 4, the smaller side of layer '0' \(Linear\), which has 4",
+        match=r"rank=5 must be at most 4 for layer '0' \(Linear\) with 4",
     ):
         mt.lora(model, 2, rank=5)
     with pytest.raises(ValueError, match="alpha must be above 0, got 0"):
@@ -335,14 +335,14 @@ def test_bad_arguments_are_named() -> None:
         mt.lora(model, 0, rank=2)
     with pytest.raises(ValueError, match="layers: no layer is named 'fc9'"):
         mt.lora(model, 2, rank=2, layers=["fc9"])
-    with pytest.raises(ValueError, match=r"layers=\['4'\] selects output layers alone"):
+    with pytest.raises(ValueError, match=r"layers=\['4'\] selects only output layers"):
         mt.lora(model, 2, rank=2, layers=["4"])
     frozen = mlp().requires_grad_(False)
     with pytest.raises(ValueError, match="heads: '4' must have weights that are trained, and all are frozen"):
         mt.lora(frozen, 2, rank=2)
     assert mt.lora(frozen, 2, rank=2, heads=[]).independent
     convolutional = NETWORKS["separable"].model()
-    with pytest.raises(ValueError, match=r"has no linear layer or convolution beside its output layer; it has .*Batch"):
+    with pytest.raises(ValueError, match=r"has no linear layer or convolution besides its output layer, only .*Batch"):
         mt.lora(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), 2, rank=2, example=torch.randn(4, 6))
     net = mt.lora(convolutional, 2, rank=1, seed=0)  # without linear layers, convolutions are adapted
     mt.check(moved(net), NETWORKS["separable"].batch(4)[0])

@@ -80,7 +80,7 @@ def test_all_norms_that_are_affine_in_their_weight_are_patched() -> None:
 
 def test_a_norm_that_is_not_affine_is_left_and_told() -> None:
     x = torch.randn(4, 3, 8, 8)
-    with pytest.warns(UserWarning, match=r"4 of 5 norm layers are patched; left out are SquashedNorm \(1\)"):
+    with pytest.warns(UserWarning, match=r"4 of 5 norm layers are patched, but not SquashedNorm \(1\)"):
         net = mt.patched(Norms(SquashedNorm), 3, init="pretrained", example=x)
     assert isinstance(net.network.fifth, SquashedNorm)
     assert not is_affine_norm(SquashedNorm(6), (torch.randn(4, 6),), {})
@@ -154,5 +154,5 @@ def test_norms_of_a_hugging_face_convnext_are_patched() -> None:
 
 def test_nothing_but_norms_is_asked_of_words() -> None:
     model = Of(lambda net, x: net.head(net.body(x)), body=nn.Linear(4, 6), head=nn.Linear(6, 2))
-    with pytest.raises(ValueError, match="'norm' finds no norm layer with a weight"):
+    with pytest.raises(ValueError, match="'norm' selects nothing"):
         mt.patched(model, 3)

@@ -353,13 +353,13 @@ def test_bad_arguments_are_told(options: dict[str, Any], message: str) -> None:
 
 def test_networks_that_cannot_be_patched_are_told() -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="layers: 'norm' finds no norm layer with a weight .* sum of norm, input, out"):
+    with pytest.raises(ValueError, match="layers: 'norm' selects nothing, since .* sum of norm, input, out"):
         patched(plain)
-    with pytest.raises(ValueError, match="layers: 'norm' finds no norm layer"):
+    with pytest.raises(ValueError, match="layers: 'norm' selects nothing"):
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, "norm")
-    with pytest.raises(ValueError, match="has no weight of its own"):
+    with pytest.raises(ValueError, match="has no weight to patch"):
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, ["1"])
-    with pytest.raises(ValueError, match="'output' finds no convolution or linear layer"):
+    with pytest.raises(ValueError, match="'output' selects nothing"):
         patched(nn.Sequential(nn.LayerNorm(4)), 2, "output", example=torch.zeros(1, 4))
     with pytest.raises(ValueError, match="layer '0' is a GRU, which this method cannot convert"):
         patched(nn.Sequential(nn.GRU(3, 2), nn.Linear(2, 2)), 2, ["0"])

@@ -1,4 +1,4 @@
-"""Last-layer Laplace: layers, curvature, prior, conversion, and the row for studies."""
+"""Last-layer Laplace: layers, curvature, prior, conversion and the row for studies."""
 
 from multitudes.methods.laplace.conversion import ROWS, laplace
 from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise, WithoutDraws

@@ -47,10 +47,7 @@ def bytes_for(structure: str, outputs: int, features: int, softmax: bool) -> int
 def structure_for(
     structure: str, outputs: int, features: int, softmax: bool, budget: float, full: float = float("inf")
 ) -> str:
-    """Return the given structure, or for "auto" the richest one within `budget` bytes. Raise if none fits.
-
-    With "auto", a full one takes at most `full` bytes.
-    """
+    """Return the given structure, or for "auto" the richest one within `budget` bytes (`full` bytes for a full one)."""
     choices = STRUCTURES if structure == "auto" else (structure,)
     for choice in choices:
         most = min(budget, full) if (structure, choice) == ("auto", "full") else budget
@@ -61,12 +58,12 @@ def structure_for(
     instead = f"structure={' or '.join(map(repr, smaller))}, or more memory" if smaller else "more memory"
     raise ValueError(
         f"structure={structure!r} takes {needed / 1e9:,.3g} GB for the {outputs:,} x {features:,} weights of the "
-        f"output layer, and memory is {budget / 1e9:,.3g} GB: pass {instead}"
+        f"output layer, but memory is {budget / 1e9:,.3g} GB: pass {instead}"
     )
 
 
 class Curvature:
-    """Sums over rows in one of the three structures, for `outputs` and `features`, with a softmax or without."""
+    """Sum over rows in one of the three structures, for a softmax or for independent outputs."""
 
     def __init__(self, structure: str, outputs: int, features: int, softmax: bool, like: Tensor) -> None:
         self.structure, self.outputs, self.features, self.softmax = structure, outputs, features, softmax
@@ -153,7 +150,7 @@ class Spectrum:
         factors = {"left": self.left, "right": self.right}
         return {"deviations": deviations, **{name: own for name, own in factors.items() if own is not None}}
 
-    def projected(self, phi: Tensor) -> Tensor:
+    def project(self, phi: Tensor) -> Tensor:
         """Project features `[R, F]` to the squares that `variances` needs, for any precisions."""
         phi = phi.to(self.values.dtype)
         if self.vectors is not None:
