@@ -195,7 +195,7 @@ DROPPING = nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 2))
         (
             nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)),
             (),
-            "p must be given: the model's dropout layers have rate 0",
+            "p must be given, since the model's dropout layers have rate 0",
         ),
         (mt.deep_ensemble(DROPPING, 2), (), "model is a multitude"),
     ],

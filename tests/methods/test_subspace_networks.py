@@ -34,22 +34,6 @@ from tests.zoo.of_parts import Of
 
 
 @pytest.mark.parametrize("method", list(CONVERSIONS))
-def test_inside_a_larger_module_its_trajectory_is_saved_and_loaded(method: str) -> None:
-    case = NETWORKS["mlp"]
-    x, _ = case.batch()
-    models = [case.model(seed) for seed in range(8)]
-    checkpoints = [model.state_dict() for model in models]
-    net, other = (
-        nn.ModuleDict({"net": CONVERSIONS[method](models[i], checkpoints[i : i + 4]), "head": nn.Linear(2, 2)})
-        for i in (0, 4)
-    )
-    drawn = net["net"](x, draws=3, seed=5)
-    assert not torch.allclose(other["net"](x, draws=3, seed=5), drawn)
-    other.load_state_dict(net.state_dict())
-    assert torch.equal(other["net"](x, draws=3, seed=5), drawn)
-
-
-@pytest.mark.parametrize("method", list(CONVERSIONS))
 def test_its_networks_are_its_draws(method: str) -> None:
     case = NETWORKS["mlp"]
     x, _ = case.batch()

@@ -329,14 +329,14 @@ SAME: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "masksembles": (
         lambda: mt.masksembles(Net(), 3, 1, init="pretrained", example=X),
-        "scale=1 shows all inputs to all members.*a larger one",
+        "scale=1 gives all members all inputs.*use a larger scale",
     ),
     "hardly masked": (
-        lambda: mt.masksembles(Net(), 3, 1.001, example=X), "scale=1.001 shows all inputs to all members",
+        lambda: mt.masksembles(Net(), 3, 1.001, example=X), "scale=1.001 gives all members all inputs",
     ),
     "mimo": (
         lambda: mt.mimo(Net(), 3, 1.0, init="pretrained", example=X),
-        "init='pretrained' keeps the weights.*init='heads'.*repetition is below 1",
+        "init='pretrained' keeps the weights.*init='heads'.*repetition below 1",
     ),
     "frozen": (
         lambda: mt.deep_ensemble(Net().requires_grad_(False), 3),

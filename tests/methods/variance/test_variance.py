@@ -170,12 +170,6 @@ def test_eq_10_is_the_divergence_within_a_hundredth_of_a_nat() -> None:
     assert (difference - constant).abs().max() < 0.01
 
 
-def test_eq_10_falls_to_0_as_alpha_grows() -> None:
-    values = approximate_kl(torch.linspace(-20, 20, 401, dtype=torch.float64))
-    assert (values.diff() < 0).all()
-    assert 0 < values[-1] < 1e-8
-
-
 @pytest.mark.parametrize("log_alpha", [-8.0, -3.0, 0.0, 2.0, 8.0])
 def test_eq_9_is_unbiased(log_alpha: float) -> None:
     torch.manual_seed(0)
