@@ -22,7 +22,7 @@ from tests.zoo.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tok
 
 
 def moved(net: Any) -> Any:
-    """Away from any special start."""
+    """Move the parameters away from any special start."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -31,7 +31,7 @@ def moved(net: Any) -> Any:
 
 
 @pytest.mark.parametrize("network", ["mlp", "resnet", "hugging_face"])
-def test_the_trunk_is_kept_and_each_head_drawn_anew(network: str) -> None:
+def test_the_trunk_keeps_its_weights_and_each_head_is_reset(network: str) -> None:
     model, (x, _) = NETWORKS[network].model(), NETWORKS[network].batch(5)
     net = mt.heads(model, 4, example=x, seed=0).eval()
     (name,) = [name for name, module in net.network.named_modules() if isinstance(module, Own)]
@@ -52,7 +52,7 @@ def test_the_trunk_is_kept_and_each_head_drawn_anew(network: str) -> None:
     mt.check(moved(net), x)
 
 
-def test_each_head_is_the_layer_on_what_the_trunk_gives() -> None:
+def test_each_head_is_a_layer_on_the_output_of_the_trunk() -> None:
     trunk, head = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
     net = mt.heads(nn.Sequential(trunk, head), 5, seed=0)
     x = torch.randn(7, 4)
@@ -80,7 +80,7 @@ def test_the_trunk_of_a_hugging_face_model_runs_once(model: Callable[[], nn.Modu
 # -- whole blocks ------------------------------------------------------------------------------------------
 
 
-def test_everything_that_runs_from_a_layer_on_is_each_members_own() -> None:
+def test_from_layer_selects_all_later_layers() -> None:
     case = NETWORKS["resnet"]
     x, _ = case.batch(6)
     net = mt.heads(case.model(), 3, from_layer="layer4", seed=0)
@@ -111,7 +111,7 @@ def test_a_batch_norm_in_a_block_has_each_members_own_statistics() -> None:
         assert int(norm.get_buffer("1_num_batches_tracked")[i]) == 2
 
 
-def test_members_that_run_one_after_the_other_keep_their_statistics_apart() -> None:
+def test_members_that_run_one_by_one_have_separate_statistics() -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         net.seen = net.head(net.body(x))  # what each member would have to write for itself
         return net.seen - net.seen[:1]
@@ -147,7 +147,7 @@ def test_a_block_with_attention_and_a_mask_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_on_a_frozen_trunk_each_member_learns_exactly_as_it_would_alone(blocks: bool) -> None:
+def test_on_a_frozen_trunk_each_member_learns_as_it_would_alone(blocks: bool) -> None:
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), head if blocks else nn.Linear(8, 3))
@@ -270,12 +270,12 @@ ZERO = Of(lambda net, x: x @ net.weight.T, weight=nn.Parameter(torch.zeros(2, 4)
         (nn.Sequential(nn.Linear(4, 4), ZERO), {}, "no rule resets '1', so all members would stay the same network"),
     ],
 )
-def test_bad_arguments_are_named(model: nn.Module, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_errors(model: nn.Module, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mt.heads(model, **{"members": 2} | options)
 
 
-def test_a_member_with_a_recurrent_layer_of_its_own_is_taken_out_after_a_step() -> None:
+def test_a_member_with_its_own_recurrent_layer_is_plain_after_a_step() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 5, 4), torch.randint(3, (6,))
     model = Of(

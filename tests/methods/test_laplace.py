@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
-from multitudes.methods.laplace import Laplace, LaplaceLayer
+from multitudes.methods.laplace import Laplace
 from multitudes.methods.laplace.curvature import Curvature
 
 STRUCTURES = ("full", "kron", "diag")
@@ -36,13 +36,9 @@ def values(outputs: int, rows: int = 60, seed: int = 1) -> tuple[Tensor, Tensor]
     return x, torch.sin(x[:, :outputs]) + 0.3 * noise
 
 
-def layer_of(net: Laplace) -> LaplaceLayer:
-    return net.layer
-
-
 def covariance(net: Laplace) -> Tensor:
     """The posterior's, of the weights `[O, F]` row by row, bias last, as the layer's tensors say."""
-    layer = layer_of(net)
+    layer = net.layer
     if layer.structure == "full":
         return torch.block_diag(*(block @ block.mT for block in layer.factor))
     spread = layer.deviations.flatten().square().diag()
@@ -180,12 +176,10 @@ def test_kron_and_diag_are_their_definitions(task: str) -> None:
         torch.testing.assert_close(covariance(net), want, rtol=1e-8, atol=1e-10)
         per_output = want.reshape(3, 6, 3, 6).diagonal(dim1=0, dim2=2)  # [F, F, O]
         variances = torch.einsum("nf,fgo,ng->no", phi, per_output, phi)
-        torch.testing.assert_close(
-            layer_of(net).variances(features(model, x)).detach(), variances, rtol=1e-8, atol=1e-10
-        )
+        torch.testing.assert_close(net.layer.variances(features(model, x)).detach(), variances, rtol=1e-8, atol=1e-10)
 
 
-def test_classes_may_be_given_as_their_probabilities() -> None:
+def test_classes_can_be_probabilities() -> None:
     model, (x, y) = trunk(3), classes(3, 20)
     whole, soft = (mt.laplace(model, (x, target)) for target in (y, F.one_hot(y, 3).double()))
     torch.testing.assert_close(covariance(whole), covariance(soft))
@@ -262,7 +256,7 @@ def test_validation_takes_the_prior_of_the_best_likelihood_of_held_out_data() ->
 def test_draws_have_the_posteriors_mean_and_covariance(structure: str) -> None:
     model, (x, y) = trunk(3), classes(3)
     net = mt.laplace(model, (x, y), structure=structure, prior=1.0)
-    layer, count = layer_of(net), 20_000
+    layer, count = net.layer, 20_000
     torch.manual_seed(0)
     with torch.no_grad():
         weight = torch.vmap(lambda _: layer.draw_tensors(), randomness="different")(torch.arange(count))
@@ -319,7 +313,7 @@ def judged(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_laplace_torch_finds_the_same(likelihood: str, structure: str) -> None:
+def test_laplace_torch_agrees(likelihood: str, structure: str) -> None:
     regression = likelihood == "regression"
     model, (x, y) = trunk(3), values(3) if regression else classes(3)
     torch.set_default_dtype(torch.float64)
@@ -330,7 +324,7 @@ def test_laplace_torch_finds_the_same(likelihood: str, structure: str) -> None:
         assert float(net.log_marginal_likelihood) == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-6)
         new = classes(3, 11, seed=4)[0]
         _, variance = la._glm_predictive_distribution(new)
-        got = layer_of(net).variances(features(model, new))
+        got = net.layer.variances(features(model, new))
         torch.testing.assert_close(got, variance.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=1e-7)
         if structure == "full":  # its parameters are the weights and then the biases
             order = torch.cat([torch.arange(18).view(3, 6)[:, :5].flatten(), torch.arange(18).view(3, 6)[:, 5]])
@@ -360,19 +354,6 @@ def test_a_thousand_classes_of_two_thousand_features_never_make_the_full_matrix(
     with meter:
         net = mt.laplace(model, (x, y), structure="diag", memory="200MB")
     assert meter.peak < 200e6 and net.structure == "diag"
-
-
-@pytest.mark.slow
-def test_a_thousand_classes_of_two_thousand_features_are_kronecker_factored() -> None:
-    from multitudes.networks.memory import Meter
-
-    model = nn.Linear(2048, 1000)
-    x, y = torch.randn(64, 2048), torch.randint(1000, (64,))
-    meter = Meter()
-    with meter:
-        net = mt.laplace(model, (x, y))
-    assert net.structure == "kron" and meter.peak < 1e9
-    assert net(x[:2], draws=3).shape == (3, 2, 1000)
 
 
 def test_auto_takes_the_richest_structure_that_fits() -> None:

@@ -15,6 +15,7 @@ import multitudes as mt
 from multitudes.lab.study.spec.method_rows import METHODS
 from multitudes.methods.laplace import LaplaceConv, LaplaceLinear
 from tests.zoo.cases import NETWORKS
+from tests.zoo.of_parts import Of
 
 STRUCTURES = ("full", "kron", "diag")
 
@@ -39,22 +40,17 @@ def same_posterior(one: mt.Multitude, other: mt.Multitude) -> None:
     torch.testing.assert_close(one.layer.variances(rows), other.layer.variances(rows), rtol=1e-3, atol=1e-6)
 
 
-class Ending(nn.Module):
-    """A network that does something to the outputs of its last layer."""
-
-    def __init__(self, end: Callable[[Tensor], Tensor], outputs: int = 3) -> None:
-        super().__init__()
-        self.body, self.end = model(outputs), end
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(self.body(x))
+def ending(end: Callable[[Tensor], Tensor], outputs: int = 3) -> nn.Module:
+    """A network that changes the outputs of its last layer."""
+    return Of(lambda net, x: end(net.body(x)), body=model(outputs))
 
 
 # -- every kind of network ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_every_network_keeps_its_own_prediction_and_is_left_as_it_was(network: str) -> None:
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("network", ["mlp", "transformer", "hugging_face", "tabular", "resnet", "cnn"])
+def test_every_network_keeps_its_prediction_and_does_not_change(network: str) -> None:
     case = NETWORKS[network]
     own, (x, y) = case.model(), case.batch(20)
     before = copy.deepcopy(own.state_dict())
@@ -95,7 +91,7 @@ def test_a_network_that_is_its_output_layer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_a_weight_that_is_computed_counts_as_it_comes_out() -> None:
+def test_a_computed_weight_is_used_by_its_value() -> None:
     x, y = data()
     want = mt.laplace(model(), (x, y))
     for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
@@ -106,7 +102,7 @@ def test_a_weight_that_is_computed_counts_as_it_comes_out() -> None:
         same_posterior(net, want)
 
 
-def test_dropout_of_the_trunk_stays_on_around_the_posterior() -> None:
+def test_dropout_of_the_trunk_stays_on() -> None:
     x, y = data()
     own = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).eval()
     net = mt.laplace(mt.mc_dropout(own), (x, y))
@@ -116,7 +112,7 @@ def test_dropout_of_the_trunk_stays_on_around_the_posterior() -> None:
     assert net.predict(x, draws=500, seed=0).variance.mean() > alone.predict(x, draws=500, seed=0).variance.mean()
 
 
-def test_pixels_are_rows_and_those_without_a_class_are_left_out() -> None:
+def test_pixels_are_rows_and_ignored_ones_are_left_out() -> None:
     torch.manual_seed(0)
     own = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
     x, y = torch.randn(5, 2, 6, 6), torch.randint(3, (5, 6, 6))
@@ -139,7 +135,7 @@ def test_pixels_are_rows_and_those_without_a_class_are_left_out() -> None:
 
 def test_a_log_softmax_after_the_layer_is_the_same_likelihood() -> None:
     x, y = data()
-    net = mt.laplace(Ending(lambda z: z.log_softmax(1)), (x, y))
+    net = mt.laplace(ending(lambda z: z.log_softmax(1)), (x, y))
     same_posterior(net, mt.laplace(model(), (x, y)))
     torch.testing.assert_close(net.predict(x, seed=0).probs, mt.laplace(model(), (x, y)).predict(x, seed=0).probs)
 
@@ -147,15 +143,15 @@ def test_a_log_softmax_after_the_layer_is_the_same_likelihood() -> None:
 def test_values_in_another_shape_are_the_same_values() -> None:
     x, _ = data()
     y = torch.randn(40, 3, 2)
-    net = mt.laplace(Ending(lambda z: z.unflatten(1, (3, 2)), 6), (x, y), task="regression", noise=0.5)
+    net = mt.laplace(ending(lambda z: z.unflatten(1, (3, 2)), 6), (x, y), task="regression", noise=0.5)
     want = mt.laplace(model(6), (x, y.flatten(1)), task="regression", noise=0.5)
     same_posterior(net, want)
     assert net.predict(x).mean.shape == (40, 3, 2)
     turned = mt.laplace(
-        Ending(lambda z: z.unflatten(1, (3, 2)).mT, 6), (x, y.mT.contiguous()), task="regression", noise=0.5
+        ending(lambda z: z.unflatten(1, (3, 2)).mT, 6), (x, y.mT.contiguous()), task="regression", noise=0.5
     )
     same_posterior(turned, want)
-    one = mt.laplace(Ending(lambda z: z.squeeze(1), 1), (x, y[:, 0, 0]), task="regression")
+    one = mt.laplace(ending(lambda z: z.squeeze(1), 1), (x, y[:, 0, 0]), task="regression")
     assert one.predict(x).mean.shape == (40, 1) and one(x, draws=0).shape == (1, 40, 2)
 
 
@@ -189,7 +185,7 @@ def hugging(kind: str, config: str, **options: Any) -> nn.Module:
         ("GPT2ForSequenceClassification", "GPT2Config", GPT, "score"),
     ],
 )  # fmt: skip
-def test_a_text_classifier_has_the_posterior_of_what_its_output_layer_sees(
+def test_a_text_classifier_has_the_posterior_of_its_output_layer_on_its_features(
     kind: str, config: str, options: dict[str, Any], layer: str
 ) -> None:
     own, (x, y) = hugging(kind, config, **TEXT, **options), texts()
@@ -282,13 +278,7 @@ def test_members_that_predict_values_have_noises_of_their_own() -> None:
     torch.testing.assert_close(p.epistemic_variance, want.detach(), rtol=1e-3, atol=1e-5)
 
 
-def test_networks_with_posteriors_can_be_fused() -> None:
-    x, y = data()
-    nets = [mt.laplace(model(seed=seed), (x, y), structure="kron") for seed in range(2)]
-    assert mt.fuse(nets).eval()(x, draws=4).shape == (8, 40, 3)
-
-
-def test_members_that_share_weights_are_refused_with_the_way_out() -> None:
+def test_members_that_share_weights_are_errors() -> None:
     x, y = data()
     shared = mt.batch_ensemble(model(), members=2)
     with pytest.raises(ValueError, match=r"members that share weights.*mt.fuse\(\[net.member\(i\)"):
@@ -342,14 +332,12 @@ def test_frozen_without_draws_it_predicts_the_same(members: int, structure: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("approximation", ["draws", "closed"])
-@pytest.mark.parametrize("task", ["classification", "regression"])
-def test_it_exports_to_onnx(task: str, approximation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "approximation"), [("classification", "probit"), ("regression", "exact")])
+def test_closed_forms_are_exported_to_onnx(task: str, approximation: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     x, y = data()
-    net = mt.laplace(model(), (x, y if task == "classification" else torch.randn(40, 3)), task=task)
-    if approximation == "closed":
-        net.approximation = "probit" if task == "classification" else "exact"
+    y = y if task == "classification" else torch.randn(40, 3)
+    net = mt.laplace(model(), (x, y), task=task, approximation=approximation)
     assert mt.to_onnx(net, tmp_path / "net.onnx", x[:4], draws=3).is_file()
 
 
@@ -397,15 +385,10 @@ NAN = X.clone()
 NAN[0, 0] = torch.nan
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.one, self.other = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x).tanh()
-        return self.one(h) + self.other(h)
-
+TWO = Of(
+    lambda net, x: net.one(net.body(x)) + net.other(net.body(x)),
+    body=nn.Linear(4, 6), one=nn.Linear(6, 3), other=nn.Linear(6, 3),
+)  # fmt: skip
 
 BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "no model": (3, (X, Y), {}, "model must be a trained network, got int"),
@@ -431,13 +414,13 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "draws": (model(), (X, Y), {"draws": 0}, "draws must be a whole number, 1 or more, got 0"),
     "memory": (model(), (X, Y), {"memory": "much"}, "memory must be a size"),
     "approximation": (model(), (X, Y), {"approximation": "exact"}, "approximation must be 'draws' or 'probit' for"),
-    "two layers": (Two(), (X, Y), {}, r"layers must select the one layer .*, got 'one', 'other'"),
-    "a sum": (Two(), (X, Y), {"layers": ["one"]}, r"the predictions are not the outputs of layer 'one' \(Linear\)"),
+    "two layers": (TWO, (X, Y), {}, r"layers must select the one layer .*, got 'one', 'other'"),
+    "a sum": (TWO, (X, Y), {"layers": ["one"]}, r"the predictions are not the outputs of layer 'one' \(Linear\)"),
     "no such layer": (model(), (X, Y), {"layers": ["head"]}, "no layer is named 'head'"),
-    "a scale": (Ending(lambda z: 2 * z), (X, Y), {}, r"are not the outputs of layer 'body.2' \(Linear\)"),
-    "a softmax": (Ending(lambda z: z.softmax(1)), (X, Y), {}, "the predictions are not the outputs of layer"),
-    "a relu": (Ending(lambda z: z.relu()), (X, Y), {}, "the predictions are not the outputs of layer"),
-    "an order": (Ending(lambda z: z.flip(1)), (X, Y), {}, "in their order, got 3 in another order"),
+    "a scale": (ending(lambda z: 2 * z), (X, Y), {}, r"are not the outputs of layer 'body.2' \(Linear\)"),
+    "a softmax": (ending(lambda z: z.softmax(1)), (X, Y), {}, "the predictions are not the outputs of layer"),
+    "a relu": (ending(lambda z: z.relu()), (X, Y), {}, "the predictions are not the outputs of layer"),
+    "an order": (ending(lambda z: z.flip(1)), (X, Y), {}, "in their order, got 3 in another order"),
     "posterior twice": (mt.laplace(model(), (X, Y)), (X, Y), {}, "already draws its weights"),
     "no linear layer": (nn.Sequential(nn.Conv1d(1, 3, 4), nn.Flatten()), (X[:, None], Y), {}, "for linear layers and"),
     "calibrated": (mt.calibrate(model(), (X, Y), seed=0), (X, Y), {}, "got a Calibrated: pass its network"),
@@ -446,7 +429,7 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_a_sentence(case: str) -> None:
+def test_bad_arguments_are_errors(case: str) -> None:
     given, batches, options, message = BAD[case]
     if case == "zero weights":
         given = copy.deepcopy(given)
@@ -459,7 +442,7 @@ def test_what_is_wrong_is_a_sentence(case: str) -> None:
 # -- in studies --------------------------------------------------------------------------------------------
 
 
-def test_a_study_chooses_the_prior_by_its_held_out_part_where_it_has_one() -> None:
+def test_a_study_chooses_the_prior_by_held_out_data_if_there_are_any() -> None:
     row, held = METHODS["laplace"], data(seed=8)
     net = mt.Multitude(model())
     chosen = row.after(net, [(X, Y)], [held], row.complete(), 0)

@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("init", ["fresh", "pretrained"])
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_mixes_inputs_is_refused(name: str, init: str) -> None:
+def test_networks_that_mix_inputs_are_errors(name: str, init: str) -> None:
     torch.manual_seed(0)
     build, shape, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
@@ -113,7 +113,7 @@ def zero_head() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", list(RIGHT))
-def test_each_member_answers_to_its_own_input_through_its_own_weights(name: str) -> None:
+def test_each_member_predicts_its_own_input_with_its_own_weights(name: str) -> None:
     """Members that change places, inputs and weights alike, give the same answers in the other order."""
     torch.manual_seed(0)
     build, shape = RIGHT[name]

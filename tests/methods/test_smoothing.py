@@ -51,13 +51,6 @@ def test_a_growing_blur_is_the_full_convolution(kernel: tuple[int, ...]) -> None
         np.testing.assert_allclose(got.numpy(), signal.convolve2d(image.numpy(), outer(kernel)), atol=1e-12)
 
 
-def test_the_growing_box_is_the_papers_average_pooling_and_agrees_with_the_other_inside() -> None:
-    x = noise(2, 3, 8, 8)
-    growing = Blur((1, 1), growing=True)(x)
-    torch.testing.assert_close(growing, F.avg_pool2d(x, 2, stride=1, padding=1, count_include_pad=True))
-    torch.testing.assert_close(growing[..., 1:-1, 1:-1], Blur((1, 1))(x)[..., :-1, :-1])
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (2, 3), (8, 8)])
 def test_constant_maps_stay_as_they_are(kernel: tuple[int, ...], size: tuple[int, int]) -> None:
@@ -109,7 +102,7 @@ def test_a_blur_of_one_point_without_prob_changes_nothing() -> None:
     torch.testing.assert_close(smooth(net, (1,), "none", example=x)(x), net(x))
 
 
-def test_the_given_model_its_mode_and_the_random_state_are_left_alone() -> None:
+def test_the_model_its_mode_and_the_random_state_do_not_change() -> None:
     net = small_resnet().train()
     net.layer2[0].bn1.eval()
     before, text, state = copy.deepcopy(net.state_dict()), repr(net), torch.get_rng_state()
@@ -166,7 +159,7 @@ def test_a_smoothed_network_is_packed(prob: str, growing: bool) -> None:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [mt.mimo, mt.batch_ensemble, mt.masksembles])
-def test_a_smoothed_network_is_what_every_method_takes(method: Callable[..., mt.Multitude]) -> None:
+def test_other_methods_convert_smoothed_networks(method: Callable[..., mt.Multitude]) -> None:
     mt.check(method(smooth(small_resnet()), 2).eval(), noise(3, 3, 32, 32))
 
 
@@ -203,7 +196,7 @@ def test_the_mlp_head_is_vggs() -> None:
     assert head(swapped, "max").fc[0].weight.shape == (5, 64)
 
 
-def test_a_classifier_of_several_layers_gives_way_as_a_whole() -> None:
+def test_a_classifier_of_several_layers_is_replaced_as_a_whole() -> None:
     net = M.VGGLike(classes=5, width=4).double().train()
     swapped = head(net, "gap")
     assert [type(layer) for layer in swapped.classifier] == [nn.Dropout, nn.Linear]
@@ -270,6 +263,6 @@ def squeezed() -> nn.Module:
     (lambda: head(twice(nn.MaxPool2d(2)), "gap"), r"a layer of its head is also used elsewhere"),
     (lambda: head(squeezed(), "mlp", hidden=4), r"does not run when given the head 'mlp'.*must flatten"),
 ])  # fmt: skip
-def test_bad_arguments_are_told(function: Callable[[], Any], message: str) -> None:
+def test_bad_arguments_are_errors(function: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function()

@@ -119,27 +119,6 @@ def test_snapshots_of_an_ensemble_are_an_ensemble_of_ensembles() -> None:
     torch.testing.assert_close(snapshots(ensemble, recorder)(x), torch.cat(answers))
 
 
-def test_a_training_loop_of_five_lines_gives_a_multitude() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(60, 2)
-    y = (x[:, 0] > 0).long()
-    recorder = Recorder(model, keep=4)
-    schedule = cyclic_lr(optimizer, steps=120, cycles=4)
-    for _ in range(120):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if schedule.cycle_ended:
-            recorder.record()
-    net = snapshots(model, recorder).eval()
-    assert net(x).shape == (4, 60, 2)
-    torch.testing.assert_close(net(x)[-1], model.eval()(x))
-    assert (net.predict(x).label == y).float().mean() > 0.95
-
-
 # -- stochastic-gradient MCMC ------------------------------------------------------------------------------
 
 CHAINS = 20_000
@@ -265,7 +244,7 @@ def test_a_sampler_trains_a_network_and_gives_its_samples() -> None:
 # -- wrong input -------------------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_errors() -> None:
     model = nn.Linear(2, 2)
 
     def sampler(**options: object) -> object:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes.methods.subspace import subspace, swa, swag
-from multitudes.networks.stochastic import Stochastic, expecting
+from multitudes.networks.stochastic import expecting
 from multitudes.training.recorder import Recorder
-from tests.methods.trajectories import (
+from tests.methods.test_subspace import (
     CONVERSIONS,
     DRAWS,
     WAY,
@@ -48,7 +48,6 @@ def test_its_networks_are_its_draws(method: str) -> None:
     torch.testing.assert_close(samples.member(1)(x), net(x, draws=3, seed=5)[1])
     assert type(samples.member(1)) is type(case.model(0))
     assert not hasattr(samples.member(1), "trajectory_std")
-    mt.check(samples, x)
     assert not torch.allclose(net.networks(3)(x), net.networks(3)(x))
     assert net.networks().members == net.draws
 
@@ -98,7 +97,7 @@ def test_names_of_the_network_never_clash_with_settings() -> None:
     assert net(x, draws=3).std(0).min() > 0
 
 
-def test_the_network_itself_is_told_whether_it_trains() -> None:
+def test_the_network_follows_the_training_mode() -> None:
     dropping = Of(lambda net, x: F.dropout(x * net.weight, 0.5, net.training), weight=nn.Parameter(torch.ones(1)))
     net = swag(dropping.train(), [{"weight": torch.ones(1)}] * 2)
     x = torch.ones(1, 1000)
@@ -137,15 +136,6 @@ def test_fine_tuning_moves_the_centre() -> None:
     assert torch.equal(apart, net.trajectory_factor)
 
 
-def test_batches_of_one_positional_and_keyword_arguments_pass_through() -> None:
-    model, checkpoints = trained_like(lambda: Of(lambda net, a, b: net.fc(a + b), fc=nn.Linear(3, 2)))
-    net = swag(model, checkpoints)
-    a, b = torch.randn(1, 3), torch.randn(1, 3)
-    torch.testing.assert_close(net((a, b), draws=4, seed=0), net({"b": b, "a": a}, draws=4, seed=0))
-    assert net.predict((a, b), draws=4, seed=0).probs.shape == (1, 2)
-    assert net.predict((a, b), draws="auto", tolerance=0.05, seed=0).draws.shape == (1,)
-
-
 # -- batch norm --------------------------------------------------------------------------------------------
 
 
@@ -174,7 +164,7 @@ def test_a_weight_average_is_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("method", list(CONVERSIONS))
-def test_statistics_are_measured_anew_for_every_draw(method: str) -> None:
+def test_each_draw_recomputes_the_statistics(method: str) -> None:
     x, data = torch.randn(7, 3), torch.randn(30, 3) * 2 + 1
     model, checkpoints = trained_like(normed)
     net = CONVERSIONS[method](model, checkpoints, data=data)
@@ -195,7 +185,7 @@ def test_statistics_are_measured_anew_for_every_draw(method: str) -> None:
     torch.testing.assert_close(net(x, draws=0)[0], centre(x), rtol=1e-4, atol=1e-5)
 
 
-def test_without_data_all_draws_have_the_trajectorys_own_statistics() -> None:
+def test_without_data_all_draws_have_the_statistics_of_the_trajectory() -> None:
     model, checkpoints = trained_like(normed)
     mean = torch.stack([state["1.running_mean"] for state in checkpoints]).mean(0)
     for name, method in CONVERSIONS.items():
@@ -295,23 +285,19 @@ def test_members_that_were_trained_together_get_a_subspace_each() -> None:
     assert subspace(ensemble, "random")(x, draws=3).shape == (6, 4, 4)
 
 
-def test_layers_that_draw_go_on_drawing_inside_a_subspace() -> None:
-    class Jitter(Stochastic):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if self.expects else x + 1e-3 * self.normal(x.shape, like=x)
-
-    model = mt.Multitude(nn.Sequential(nn.Linear(3, 2), Jitter())).eval()
+def test_layers_that_draw_still_draw_inside_a_subspace() -> None:
+    model = mt.mc_dropout(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))).eval()
     model.draws = 7
     checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(3)]
-    net = swag(model, checkpoints)
-    x = torch.zeros(1, 3).repeat(2, 1)
+    net, x = swag(model, checkpoints), torch.zeros(1, 3).repeat(20, 1)
     drawn = net(x, seed=0)
-    assert drawn.shape == (7, 2, 2)
-    assert 0 < (drawn[:, 0] - drawn[:, 1]).abs().max() < 0.02 < drawn.std(0).min()
+    assert drawn.shape == (7, 20, 2)
+    kept = drawn != 0
+    assert not kept.all() and kept.any(1).all()  # each row has a mask of its own
+    weights = drawn.amax(1) + drawn.amin(1)  # the bias of each draw, twice
+    assert weights.std(0).min() > 0.02
     assert torch.equal(drawn, net(x, seed=0))
-    torch.testing.assert_close(
-        net(x, draws=0)[0], F.linear(x, net.network.network[0].weight, net.network.network[0].bias)
-    )
+    torch.testing.assert_close(net(x, draws=0)[0], net.network.network[0](x))
 
 
 def test_networks_that_differ_in_their_settings_are_not_fused() -> None:

@@ -128,7 +128,7 @@ def test_heads_are_drawn_for_each_member_by_the_layers_own_rule() -> None:
     assert heads.abs().max().item() <= 1 / 8 and heads.std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.02)
 
 
-def test_variants_have_the_parameters_that_they_say() -> None:
+def test_variants_have_the_expected_number_of_parameters() -> None:
     counts = {name: sum(p.numel() for p in ours(name, "piecewise").parameters()) for name in ("tabm", "mini", "packed")}
     inputs, hidden = WIDTH * len(EDGES) + CATEGORIES, HIDDEN[0]
     embedding = len(EDGES) * (1 + 4) * WIDTH + len(EDGES) * WIDTH
@@ -158,7 +158,7 @@ def test_any_network_may_be_given() -> None:
         assert net(x).shape == (4, 3, 3)
 
 
-def test_wrong_arguments_are_told() -> None:
+def test_bad_arguments_are_errors() -> None:
     with raises("variant must be one of tabm, mini, packed, got 'maxi'"):
         mt.tabm(tabular(3, 1), variant="maxi")
     with raises("model (Sequential) must have a hidden layer, in which its members differ"):

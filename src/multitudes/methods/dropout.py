@@ -259,7 +259,7 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
         raise ValueError("p must be given, since the model's dropout layers have rate 0")
     look = "; pass one batch of inputs as example= to find dropout in its code" if to_be_kept(net.network) else ""
     raise ValueError(
-        f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= says where to insert some: "
+        f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= selects where to insert some: "
         f"{', '.join(map(repr, PLACES))}, or any of its layers{look}"
     )
 

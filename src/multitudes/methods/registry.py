@@ -24,7 +24,7 @@ Build = Callable[[nn.Module, Tensor, Settings, int], Multitude]
 
 @dataclass(frozen=True)
 class Method:
-    """Functions that build, train and finish one method, with its settings, all of which are plain values."""
+    """Settings of one method, all plain values, and functions that build, train and finish it."""
 
     name: str
     build: Build

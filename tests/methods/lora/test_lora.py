@@ -26,7 +26,7 @@ def mlp() -> nn.Module:
 
 
 def moved(net: Any) -> Any:
-    """Away from the start, at which adapters add nothing."""
+    """Move the trained parameters, since adapters add nothing at the start."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -81,7 +81,7 @@ def test_adapters_start_as_pefts_do_and_members_differ() -> None:
     assert all(not torch.allclose(predictions[i], predictions[j]) for i in range(4) for j in range(i))
 
 
-def test_what_is_trained_is_adapters_and_heads_alone() -> None:
+def test_only_adapters_and_heads_are_trained() -> None:
     net = mt.lora(bert(), 3, rank=2)
     trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     assert {name.rpartition(".")[2] for name in trained} == {"A", "B", "weights", "biases"}
@@ -117,7 +117,7 @@ def test_members_of_a_transformer_predict_and_learn_as_each_alone(model: Callabl
         torch.testing.assert_close(answer.logits, net(x)[i], rtol=1e-4, atol=1e-5)
 
 
-def test_what_comes_before_the_first_adapted_layer_runs_once() -> None:
+def test_layers_before_the_first_adapted_one_run_once() -> None:
     x = tokens(6)
     net = mt.lora(bert(), 4, rank=2, layers=lambda name, _: "layer.1." in name, seed=0).train()
     for batch in (x, {key: value[:1] for key, value in x.items()}):
@@ -178,7 +178,7 @@ def test_the_gradient_of_an_adapter_is_that_of_the_equation() -> None:
             torch.testing.assert_close(parameter.grad[i], gradient)
 
 
-def test_dropout_is_of_what_adapters_see_in_training() -> None:
+def test_dropout_applies_to_the_inputs_of_adapters_in_training() -> None:
     layer = moved(Lora(nn.Linear(6, 8), 2, rank=2, alpha=2.0, dropout=0.5))
     x = torch.randn(4, 6).repeat(2, 1)
     still = layer.eval()(x)
@@ -287,7 +287,7 @@ NORMED = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
         (QUANTIZED, {"layers": ["0"], "heads": ["2"]}, "layer '0' is a Quantized, which this method cannot convert"),
     ],
 )
-def test_bad_arguments_are_named(model: nn.Module, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_errors(model: nn.Module, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mt.lora(model, **{"members": 2, "rank": 2} | options)
 
@@ -298,7 +298,7 @@ def test_frozen_and_convolutional_networks_can_be_adapted() -> None:
     mt.check(moved(mt.lora(case.model(), 2, rank=1, seed=0)), case.batch(4)[0])
 
 
-def test_in_a_study_adapters_learn_ten_times_faster_unless_a_rate_is_set() -> None:
+def test_studies_train_adapters_at_ten_times_the_learning_rate() -> None:
     row = METHODS["lora"]
     given = {"lr": 5e-5, "epochs": 3}
     assert row.train(mt.Multitude(mlp()), given, row.complete()) == {"lr": pytest.approx(5e-4), "epochs": 3}

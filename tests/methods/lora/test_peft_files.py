@@ -51,7 +51,7 @@ def trained(folder: Path, model: Callable[[], nn.Module], seed: int = 0, **optio
 
 
 @pytest.mark.parametrize("model", [bert, gpt2, vit, *FAMILIES])
-def test_peft_loads_what_was_written_and_predicts_the_same(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_peft_loads_saved_adapters_and_predicts_the_same(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     x = batch(model)
     net = moved(mt.lora(model(), 3, rank=2, alpha=5, seed=0)).eval()
     folders = net.save_adapters(tmp_path / "adapters")
@@ -70,7 +70,9 @@ def test_peft_loads_what_was_written_and_predicts_the_same(model: Callable[[], n
 @pytest.mark.quick(2)
 @MODELS
 @pytest.mark.parametrize("rslora", [False, True])
-def test_adapters_that_peft_wrote_become_members(model: Callable[[], nn.Module], rslora: bool, tmp_path: Path) -> None:
+def test_members_can_be_loaded_from_adapters_of_peft(
+    model: Callable[[], nn.Module], rslora: bool, tmp_path: Path
+) -> None:
     x = batch(model)
     written = [trained(tmp_path / str(seed), model, seed, use_rslora=rslora) for seed in range(3)]
     net = mt.lora(model(), adapters=[folder for folder, _ in written]).eval()
@@ -161,7 +163,7 @@ def rewritten(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_other_kinds_of_adapters_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_kinds_of_adapters_are_errors(tmp_path: Path) -> None:
     folder, _ = trained(tmp_path / "a", bert)
     for settings, message in (
         ({"peft_type": "IA3"}, "peft_type must be 'LORA', got 'IA3'"),
@@ -182,7 +184,7 @@ def test_other_kinds_of_adapters_are_refused_by_name(tmp_path: Path) -> None:
         mt.lora(bert(), adapters=[dora])
 
 
-def test_broken_folders_are_one_sentence(tmp_path: Path) -> None:
+def test_broken_folders_are_errors(tmp_path: Path) -> None:
     folder, _ = trained(tmp_path / "a", bert)
     with pytest.raises(ValueError, match="nowhere' must be a folder written by PEFT, but it contains no adapter_con"):
         mt.lora(bert(), adapters=[tmp_path / "nowhere"])
@@ -220,7 +222,7 @@ def test_broken_folders_are_one_sentence(tmp_path: Path) -> None:
         mt.lora(bert(), adapters=[folder])
 
 
-def test_what_pefts_files_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_adapters_that_peft_does_not_support_are_not_saved(tmp_path: Path) -> None:
     encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     net = mt.lora(nn.Sequential(encoder, nn.Linear(16, 2)), 2, rank=2, example=torch.randn(2, 3, 16))
     with pytest.raises(ValueError, match=r"PEFT's format does not support .* '0.self_attn' \(MultiheadAttention\)"):

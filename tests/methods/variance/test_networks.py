@@ -42,7 +42,7 @@ def test_the_loss_is_the_negative_elbo() -> None:
     torch.testing.assert_close(net.kl(), kl)
 
 
-def test_the_network_computes_its_divergence_as_it_was_told_or_is_asked_to() -> None:
+def test_arguments_of_kl_override_the_settings() -> None:
     net = variance(network(), kl="student", nu=0.5)
     seeds = [torch.manual_seed(0) and net.kl(), torch.manual_seed(0) and net.kl(kind="student", nu=0.5)]
     assert seeds[0] == seeds[1]
@@ -56,20 +56,6 @@ def test_the_network_computes_its_divergence_as_it_was_told_or_is_asked_to() -> 
 def test_layers_converted_in_two_steps_count_once() -> None:
     twice = variance(variance(network(), ["0"]), ["4"], "neuron")
     torch.testing.assert_close(twice.kl(), variance(network(), ["0", "4"]).kl())
-
-
-@pytest.mark.slow
-@each_parameterization
-def test_a_network_compiles_whole(parameterization: str) -> None:
-    torch.manual_seed(0)
-    net = variance(network(), None, parameterization, log_alpha=0.0).eval()
-    x, y = torch.randn(4, 1, 4, 4), torch.randint(3, (4,))
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, draws=0), net(x, draws=0))
-    torch.testing.assert_close(compiled(x, draws=1000).std(0), net(x, draws=1000).std(0), rtol=0.2, atol=0.0)
-    loss = torch.compile(net.train().loss, fullgraph=True, backend="aot_eager")(x, y, dataset_size=1)
-    assert loss >= net.kl()
-    torch._dynamo.reset()
 
 
 @each_parameterization
@@ -112,7 +98,7 @@ def test_from_a_pretrained_network_the_deterministic_procedure_is_that_network(
         torch.testing.assert_close(layer.variance(), math.exp(-5) * layer.weight**2)
 
 
-def test_from_a_pretrained_network_a_zero_centred_layer_has_the_weights_as_its_deviations() -> None:
+def test_from_a_pretrained_network_a_zero_centered_layer_has_the_weights_as_its_deviations() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     layer: Any = variance(model, ["0"], "zero", init="pretrained").network.get_submodule("0")
     torch.testing.assert_close(layer.sigma, model[0].weight)
@@ -135,7 +121,7 @@ def test_all_layers_but_the_last_are_converted_unless_named() -> None:
     assert converted(variance(network(), ["6"])) == ["6"]
 
 
-def test_a_zero_centred_layer_and_an_absolute_value() -> None:
+def test_a_zero_centered_layer_and_an_absolute_value() -> None:
     net = variance(network(Absolute()), ["4"], "zero").eval()
     torch.testing.assert_close(Absolute()(torch.tensor([-2.0, 3.0])), torch.tensor([2.0, 3.0]))
     x = torch.randn(6, 1, 4, 4)
@@ -144,29 +130,12 @@ def test_a_zero_centred_layer_and_an_absolute_value() -> None:
     torch.testing.assert_close(same, same[:1].expand_as(same))  # no input reaches the output
 
 
-def test_alpha_learns_at_a_rate_of_its_own() -> None:
+def test_alpha_can_have_its_own_learning_rate() -> None:
     net = variance(network())
     groups = net.parameter_groups(lr=3e-3, log_alpha=0.1)
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     for name, parameter in net.named_parameters():
         assert rates[id(parameter)] == (0.1 if name.endswith("log_alpha") else 3e-3)
-
-
-@pytest.mark.parametrize("memory", [0.99, 0.98])
-def test_adam_lets_alpha_rise_only_as_fast_as_it_forgets(memory: float) -> None:
-    """While the gradient falls as exp(-log alpha), the root of its mean square falls as memory^(1/2) at best."""
-    net = variance(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
-    optimizer = torch.optim.Adam(net.parameter_groups(lr=1e-3, log_alpha={"lr": 0.1, "betas": (0.9, memory)}))
-    (log_alpha,) = optimizer.param_groups[1]["params"]
-    optimizer.param_groups[0]["lr"] = 0.0
-    seen = []
-    for _ in range(1200):
-        optimizer.zero_grad()
-        net.kl().backward()
-        optimizer.step()
-        seen.append(log_alpha.item())
-    late = (seen[-1] - seen[-201]) / 200
-    assert late == pytest.approx(-0.5 * math.log(memory), rel=0.05)
 
 
 def hooked() -> nn.Module:
@@ -193,6 +162,6 @@ def hooked() -> nn.Module:
         ({"model": 3}, r"model must be an nn.Module, or a function that builds one, got int"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         variance(**{"model": network(), **arguments})

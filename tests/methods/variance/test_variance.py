@@ -96,7 +96,7 @@ def test_noise_is_independent_for_each_example_and_position(kind: str, parameter
 
 
 @each_kind
-def test_the_signal_to_noise_ratio_of_a_zero_centred_layer_is_exactly_0(kind: str) -> None:
+def test_the_signal_to_noise_ratio_of_a_zero_centered_layer_is_exactly_0(kind: str) -> None:
     net, layer, x = one_layer(kind, "zero")
     layer.bias = None
     assert (net(x, draws=0) == 0).all()
@@ -218,7 +218,7 @@ def test_a_layers_divergence_is_the_sum_over_its_weights(parameterization: str) 
     assert abs(many.mean() - exact) < 4 * many.std() / math.sqrt(2000)
 
 
-def test_estimates_take_noise_of_its_own_for_each_weight() -> None:
+def test_estimates_use_separate_noise_for_each_weight() -> None:
     layer = VarianceLinear(40, 25, log_alpha=0.0)
     torch.manual_seed(0)
     many = torch.stack([layer.kl("stochastic") for _ in range(1000)])
@@ -226,7 +226,7 @@ def test_estimates_take_noise_of_its_own_for_each_weight() -> None:
     assert abs(many.std() / (one * math.sqrt(1000)) - 1) < 0.1  # one number for all would give 1000 * one
 
 
-def test_a_zero_centred_layer_has_no_divergence_from_the_log_uniform_prior_but_from_students() -> None:
+def test_a_zero_centered_layer_has_no_divergence_from_the_log_uniform_prior_but_from_students() -> None:
     layer = VarianceLinear(40, 25, parameterization="zero")
     assert layer.kl("approximate") == layer.kl("stochastic") == 0
     for nu in (0.5, 5.0):

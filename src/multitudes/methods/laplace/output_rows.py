@@ -149,11 +149,11 @@ class _Observer:
     def rows(self, x: Input, y: Tensor, weight: Tensor) -> OutputRows:
         """Return the rows of a batch; `weight [B]` is per input."""
         with input_errors(x):
-            seen, outputs, prediction = self._run(x)
+            inputs, outputs, prediction = self._run(x)
         y = self.task.aligned(y)
-        self._check(x, y, seen, prediction)
+        self._check(x, y, inputs, prediction)
         numbers = self._numbers(x, outputs, prediction)
-        phi = self.layer.rows(seen).flatten(0, -2)
+        phi = self.layer.rows(inputs).flatten(0, -2)
         own = wide(self.layer.last(outputs)).flatten(0, -2)
         if self.task.tells_noise or self.task.class_axis is not None:
             return self._grouped(phi, own, numbers, y, weight)
@@ -170,7 +170,7 @@ class _Observer:
             raise InputError(f"{self.where} must run once for an input, but runs {len(trace.ended)} times")
         return trace.ended[0].args[0], trace.ended[0].output, prediction
 
-    def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
+    def _check(self, x: Input, y: Tensor, inputs: Tensor, prediction: Tensor) -> None:
         """Raise unless targets fit the predictions and features are finite."""
         if self.reader.known_task is None:
             check_class_axis(prediction[None], x)
@@ -186,7 +186,7 @@ class _Observer:
             raise ValueError(f"y must have one class for each prediction, {list(places)}, got shape {list(y.shape)}")
         if y.is_floating_point() and not bool(y.isfinite().all()):
             raise ValueError("y must be finite, got NaN or infinity")
-        if not bool(seen.isfinite().all()):
+        if not bool(inputs.isfinite().all()):
             raise ValueError(f"the inputs of {self.where} must be finite, got NaN or infinity")
 
     # -- which output is which prediction ----------------------------------------------------------------

@@ -97,7 +97,9 @@ class Posterior:
         for rows in held_out:
             losses += torch.tensor(self._losses(rows, candidates), dtype=torch.float64)
         if not bool(losses.isfinite().any()):
-            raise ValueError("validation gives no finite likelihood for any prior precision: pass a number as prior")
+            raise ValueError(
+                "the likelihood of validation is not finite for any prior precision: pass a number as prior"
+            )
         return candidates[int(losses.nan_to_num(nan=math.inf).argmin())]
 
     def fit_evidence(self, prior: float | None, noise: Tensor | None) -> Fitted:

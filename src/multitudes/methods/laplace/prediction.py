@@ -42,12 +42,15 @@ class Laplace(Multitude):
     @property
     def prior(self) -> Tensor:
         """Precision of the prior over weights, `[]`, or per member, `[M]`."""
-        return self.layer.prior
+        return self._per_member([layer.prior for layer in _layers(self.network)])
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
         """Log marginal likelihood of the training data, `[]`, or per member, `[M]`."""
-        return self.layer.evidence
+        return self._per_member([layer.evidence for layer in _layers(self.network)])
+
+    def _per_member(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values) if isinstance(self, Members) else values[0]
 
     @property
     def approximation(self) -> str:
@@ -102,16 +105,6 @@ class Laplace(Multitude):
 
 class LaplaceMembers(Laplace, Members):
     """Independent members, each with a posterior over its own output layer: a mixture of Laplaces."""
-
-    @property
-    def prior(self) -> Tensor:
-        """Prior precision per member, `[M]`."""
-        return torch.stack([layer.prior for layer in _layers(self.network)])
-
-    @property
-    def log_marginal_likelihood(self) -> Tensor:
-        """Log marginal likelihood of the training data per member, `[M]`."""
-        return torch.stack([layer.evidence for layer in _layers(self.network)])
 
 
 def _layers(network: nn.Module) -> list[LaplaceLayer]:
