@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes.methods.laplace import Laplace
-from multitudes.methods.laplace.curvature import Curvature
 
 STRUCTURES = ("full", "kron", "diag")
 
@@ -268,13 +267,6 @@ def test_draws_have_the_posteriors_mean_and_covariance(structure: str) -> None:
     assert (rows.mean(0).abs() < 6 * (want.diag() / count).sqrt()).all()
 
 
-def test_without_draws_the_prediction_is_the_networks_own_exactly() -> None:
-    model, (x, y) = trunk(3), classes(3)
-    for structure in STRUCTURES:
-        net = mt.laplace(model, (x, y), structure=structure)
-        assert torch.equal(net(x, draws=0)[0], model(x))
-
-
 def test_the_probit_approximation_is_near_the_mean_of_many_draws() -> None:
     model, (x, y) = trunk(3), classes(3, 200)
     net = mt.laplace(model, (x, y), structure="full")
@@ -363,13 +355,3 @@ def test_auto_takes_the_richest_structure_that_fits() -> None:
         assert mt.laplace(model, data, memory=memory).structure == structure
     with pytest.raises(ValueError, match="structure='auto' takes .* memory is"):
         mt.laplace(model, data, memory=100)
-
-
-def test_a_curvature_does_not_depend_on_how_rows_come() -> None:
-    phi, p = torch.randn(50, 4).double(), torch.randn(50, 3).double().softmax(1)
-    for structure in STRUCTURES:
-        once, twice = (Curvature(structure, 3, 4, True, phi) for _ in range(2))
-        once.add(phi, p, torch.ones(50))
-        twice.add(phi[:20], p[:20], torch.ones(20))
-        twice.add(phi[20:], p[20:], torch.ones(30))
-        torch.testing.assert_close(once.spectrum().values, twice.spectrum().values, rtol=1e-9, atol=1e-9)

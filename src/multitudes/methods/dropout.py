@@ -267,10 +267,10 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
 def _chosen(network: nn.Module, layers: Selector, example: Input | None) -> dict[str, Any]:
     """Return the dropout layers that stay on, or the layers before or after which dropout is inserted."""
     if layers == "block":
-        found = _last_convolutions(network, example_for(network, example))
-        if not found:
+        names = _last_convolutions(network, example_for(network, example))
+        if not names:
             raise ValueError(f"layers='block': model ({type(network).__name__}) has no residual block of convolutions")
-        return {name: network.get_submodule(name) for name in found}
+        return {name: network.get_submodule(name) for name in names}
     if layers in ("activation", "norm"):
         return select(network, None, ACTIVATIONS if layers == "activation" else NORMS)
     chosen = select(network, layers, tuple({type(module) for name, module in network.named_modules() if name}))

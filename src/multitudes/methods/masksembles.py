@@ -36,49 +36,49 @@ def masks(channels: int, members: int, scale: float, generator: torch.Generator 
     With `scale=1` all members use all channels. With larger scales they share fewer.
 
     >>> torch.manual_seed(0).seed() and None
-    >>> drawn = masks(64, members=4, scale=2.0)
-    >>> drawn.shape, drawn.sum(1).unique().numel(), bool(drawn.any(0).all())
+    >>> mask = masks(64, members=4, scale=2.0)
+    >>> mask.shape, mask.sum(1).unique().numel(), bool(mask.any(0).all())
     (torch.Size([4, 64]), 1, True)
     """
     expected = scale * (1 - (1 - 1 / scale) ** members)
     ones = min(channels, max(round(channels / expected), -(-channels // members)))
     positions = max(channels, round(ones * scale))
     order = torch.rand(members, positions, generator=generator).argsort(1)
-    drawn = torch.zeros(members, positions).scatter_(1, order[:, :ones], 1.0)
-    return _fit_width(drawn[:, drawn.any(0)], channels, generator)
+    mask = torch.zeros(members, positions).scatter_(1, order[:, :ones], 1.0)
+    return _fit_width(mask[:, mask.any(0)], channels, generator)
 
 
-def _fit_width(drawn: Tensor, channels: int, generator: torch.Generator | None) -> Tensor:
+def _fit_width(mask: Tensor, channels: int, generator: torch.Generator | None) -> Tensor:
     """Move single ones until exactly `channels` positions are used."""
 
     def pick(candidates: Tensor) -> int:
         index = torch.randint(len(candidates), (), generator=generator)
         return int(candidates[index])
 
-    while drawn.shape[1] < channels:  # move a one from a shared position to a new one
-        position = pick((drawn.sum(0) > 1).nonzero()[:, 0])
-        member = pick(drawn[:, position].nonzero()[:, 0])
-        drawn[member, position] = 0.0
-        drawn = torch.cat([drawn, torch.zeros(len(drawn), 1)], 1)
-        drawn[member, -1] = 1.0
-    while drawn.shape[1] > channels:  # remove the position with the fewest ones; its members get a one elsewhere
-        position = int(drawn.sum(0).argmin())
-        owners = drawn[:, position].nonzero()[:, 0]
-        drawn = torch.cat([drawn[:, :position], drawn[:, position + 1 :]], 1)
+    while mask.shape[1] < channels:  # move a one from a shared position to a new one
+        position = pick((mask.sum(0) > 1).nonzero()[:, 0])
+        member = pick(mask[:, position].nonzero()[:, 0])
+        mask[member, position] = 0.0
+        mask = torch.cat([mask, torch.zeros(len(mask), 1)], 1)
+        mask[member, -1] = 1.0
+    while mask.shape[1] > channels:  # remove the position with the fewest ones; its members get a one elsewhere
+        position = int(mask.sum(0).argmin())
+        owners = mask[:, position].nonzero()[:, 0]
+        mask = torch.cat([mask[:, :position], mask[:, position + 1 :]], 1)
         for member in owners:
-            drawn[member, pick((drawn[member] == 0).nonzero()[:, 0])] = 1.0
-    return drawn[:, torch.randperm(channels, generator=generator)]
+            mask[member, pick((mask[member] == 0).nonzero()[:, 0])] = 1.0
+    return mask[:, torch.randperm(channels, generator=generator)]
 
 
 class Masked(AffineMemberLayer):
     """A shared layer with masks `[M, C]` on the input channels of each affine map."""
 
-    def __init__(self, layer: nn.Module, *drawn: Tensor) -> None:
-        super().__init__(layer, len(drawn[0]))
-        self.ones = int(drawn[0][0].sum())
+    def __init__(self, layer: nn.Module, *mask: Tensor) -> None:
+        super().__init__(layer, len(mask[0]))
+        self.ones = int(mask[0][0].sum())
         self.scale = 1.0  # factor on the shared weight
         like = next(layer.parameters()).detach()
-        for affine, own in zip(self.affine_maps(), drawn, strict=True):
+        for affine, own in zip(self.affine_maps(), mask, strict=True):
             self.register_buffer(f"{self.prefixes[affine.weight]}masks", own.to(like))
 
     def all_masks(self) -> list[Tensor]:
@@ -112,7 +112,7 @@ class Masked(AffineMemberLayer):
 
 
 def masked(layer: nn.Module, members: int, scale: float) -> Masked:
-    """Wrap a layer with newly drawn masks."""
+    """Wrap a layer with new masks."""
     several = kind_of(layer) in SEVERAL
     with evaluating(layer):
         weights = [layer.get_parameter(m.weight) if several else weight_of(layer) for m in maps_of(layer)]
@@ -171,7 +171,7 @@ def masksembles(
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
         model = start.begin(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
-        if members > 1 and all(bool(drawn.all()) for layer in converted.values() for drawn in layer.all_masks()):
+        if members > 1 and all(bool(mask.all()) for layer in converted.values() for mask in layer.all_masks()):
             raise ValueError(
                 f"scale={scale!r} gives all members all inputs, so they stay identical: use a larger scale"
             )

@@ -114,7 +114,14 @@ class Blur(nn.Module):
 
 
 class Smooth(nn.Module):
-    """Probabilistic spatial smoothing, `Blur(Prob(z))`, eq. (5): `[B, C, H, W] -> [B, C, H, W]` (see `Blur`)."""
+    """Smooth maps, `Blur(Prob(z))`, eq. (5): `[B, C, H, W] -> [B, C, H, W]`, or larger with `growing`.
+
+    Args:
+        kernel: Kernel of the `Blur`.
+        prob: Kind of the `Prob`.
+        tau: Temperature of the `Prob`.
+        growing: Whether maps grow by the blur.
+    """
 
     def __init__(
         self, kernel: Sequence[int] = (1, 1), prob: str = "tanh", tau: float = 10.0, growing: bool = False

@@ -28,7 +28,8 @@ class Stream(PredictorModule):
     """A network for a stream of frames, which averages each prediction with those for earlier frames.
 
     `stream(frame)`, for B parallel streams `[B, ...]`, returns a `Predictive` with the weighted average as its only
-    member. The last `frames` predictions are stored; call `reset` before the next stream.
+    member. The last `frames` predictions are stored; call `reset` before the next stream. The arguments are those of
+    `temporal`.
     """
 
     def __init__(self, net: Predictor, frames: int, decay: float) -> None:

@@ -135,30 +135,12 @@ def test_rows_and_a_zero_component_are_dropout_given_the_mask(
     torch.testing.assert_close(net(x)[0], layer(x * mask.view(4, *[1] * (x.dim() - 2))))
 
 
-def test_rows_and_a_zero_component_are_dropout_in_distribution() -> None:
-    torch.manual_seed(0)
-    layer, x, p, draws = nn.Linear(5, 3).double(), torch.randn(1, 5).double(), 0.3, 5000
-    net = family(layer, 2, "row", zero_component=True, mixing=[1 - p, p], init="pretrained").eval()
-    with torch.no_grad():
-        mean, scaled = layer((1 - p) * x)[0], layer.weight * x
-        torch.testing.assert_close(net(x, draws=0)[0, 0], mean)
-        for drawn in (net(x, draws=draws, seed=0)[:, 0], layer((1 - p) * F.dropout(x.expand(draws, -1), p))):
-            away = drawn - mean
-            assert close(drawn, mean)
-            assert close(away.unsqueeze(2) * away.unsqueeze(1), p * (1 - p) * scaled @ scaled.T)
-
-
 def test_elements_and_a_zero_component_are_dropconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    layer, x, p = nn.Linear(5, 3), torch.randn(1, 5), 0.2
-    net = family(layer, 2, "element", zero_component=True, mixing=[1 - p, p], init="pretrained").eval()
-    with torch.no_grad():
-        away = net(x, draws=5000, seed=0)[:, 0] - F.linear(x, (1 - p) * layer.weight, layer.bias)
-        variance = p * (1 - p) * (layer.weight * x).square().sum(1)  # independent from output to output
-        assert close(away.unsqueeze(2) * away.unsqueeze(1), variance.diag())
-        mask = torch.randint(2, (3, 5))
-        assigned(monkeypatch, 1 - mask)
-        torch.testing.assert_close(net(x, draws=1)[0], F.linear(x, layer.weight * mask, layer.bias))
+    layer, x, mask = nn.Linear(5, 3), torch.randn(1, 5), torch.randint(2, (3, 5))
+    net = family(layer, 2, "element", zero_component=True, mixing=[0.8, 0.2], init="pretrained").eval()
+    assigned(monkeypatch, 1 - mask)
+    torch.testing.assert_close(net(x, draws=1)[0], F.linear(x, layer.weight * mask, layer.bias))
 
 
 def components_of(net: Patched, numbers: Sequence[int]) -> dict[str, Tensor]:

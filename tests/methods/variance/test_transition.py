@@ -180,14 +180,6 @@ def test_hutchinson_probing_is_unbiased(name: str) -> None:
         assert (many.mean(0) - values).norm() < 0.4 * few  # a hundred times the probes: a tenth of the error
 
 
-def test_one_probe_is_enough_where_the_hessian_is_diagonal() -> None:
-    """Inputs with one entry each, one output: no two weights ever meet in an example."""
-    torch.manual_seed(0)
-    net = variance(nn.Sequential(nn.Linear(4, 1)).double(), ["0"])
-    x, y = torch.eye(4, dtype=torch.float64).repeat(3, 1), torch.randn(12, 1, dtype=torch.float64)
-    assert_same(kappa(net, x, y, F.mse_loss, method="hutchinson", probes=1), kappa(net, x, y, F.mse_loss))
-
-
 def test_probes_repeat_with_a_seed_and_keep_torchs_random_state() -> None:
     net, _, x, y = case("mlp")
     state = torch.get_rng_state()

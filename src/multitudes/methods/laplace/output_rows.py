@@ -197,7 +197,7 @@ class _Observer:
         counted = torch.arange(last.numel(), device=last.device).view(last.shape)
         counted = counted.movedim(-1, 1) if isinstance(self.layer, nn.Conv2d) else counted
         if not self.way:
-            self.way = self._found_way(x, outputs, prediction, counted)
+            self.way = self._detect_way(x, outputs, prediction, counted)
         numbers = None
         if self.way == "chosen":
             numbers = self._looked_up(x, counted, prediction)
@@ -210,7 +210,7 @@ class _Observer:
             )
         return numbers
 
-    def _found_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
+    def _detect_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
         numbers = self._looked_up(x, counted, prediction)
         if numbers is None:
             return "log_softmax" if self.task.class_axis is not None and outputs.shape == prediction.shape else "chosen"
@@ -220,13 +220,13 @@ class _Observer:
     def _looked_up(self, x: Input, counted: Tensor, prediction: Tensor) -> Tensor | None:
         """Return the indices of the outputs that the prediction consists of; None if it is computed from them."""
         marks = wide((counted + 1) * (1 - 2 * (counted % 2)))  # alternate signs, to notice e.g. a ReLU
-        found = wide(self._run(x, marks)[2])
-        if found.shape != prediction.shape or not bool(found.isfinite().all()):
+        values = wide(self._run(x, marks)[2])
+        if values.shape != prediction.shape or not bool(values.isfinite().all()):
             return None
-        numbers = found.abs().round().long() - 1
+        numbers = values.abs().round().long() - 1
         if not bool(((numbers >= 0) & (numbers < counted.numel())).all()):
             return None
-        return numbers if torch.equal(self.layer.last(marks).flatten()[numbers], found) else None
+        return numbers if torch.equal(self.layer.last(marks).flatten()[numbers], values) else None
 
     def _same(self, last: Tensor, numbers: Tensor, prediction: Tensor) -> bool:
         if self.way == "log_softmax":

@@ -43,7 +43,7 @@ CANDIDATES = tuple(10 ** (quarter / 4) for quarter in range(-20, 21))
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fit:
     """A prior precision, the noise of values `[O]` or `[1]`, and the log marginal likelihood with both."""
 
     prior: float
@@ -74,7 +74,7 @@ class Posterior:
         values = self.spectrum.values
         return values if noise is None else values / noise[:, None]
 
-    def precisions(self, fitted: Fitted) -> Tensor:
+    def precisions(self, fitted: Fit) -> Tensor:
         """Return the eigenvalues of the posterior precision."""
         return self.eigenvalues(fitted.noise) + fitted.prior
 
@@ -88,7 +88,7 @@ class Posterior:
 
     # -- fitting -----------------------------------------------------------------------------------------
 
-    def fit(self, prior: float | None, noise: Tensor | None, held_out: Iterable[OutputRows] | None) -> Fitted:
+    def fit(self, prior: float | None, noise: Tensor | None, held_out: Iterable[OutputRows] | None) -> Fit:
         """Fit the prior and the noise where they are None: the prior by held-out rows, if there are any."""
         if held_out is None:
             return self.fit_evidence(prior, noise)
@@ -102,11 +102,11 @@ class Posterior:
             )
         return candidates[int(losses.nan_to_num(nan=math.inf).argmin())]
 
-    def fit_evidence(self, prior: float | None, noise: Tensor | None) -> Fitted:
+    def fit_evidence(self, prior: float | None, noise: Tensor | None) -> Fit:
         """Fit the prior and the noise, where they are None, by the marginal likelihood."""
         if self.errors is None or self.counts is None or noise is not None:
             own = self.best_prior(noise) if prior is None else prior
-            return Fitted(own, noise, self.log_evidence(own, noise))
+            return Fit(own, noise, self.log_evidence(own, noise))
         noise = self.errors / self.counts
         own = self.best_prior(noise) if prior is None else prior
         for _ in range(STEPS):  # alternate: each update raises the marginal likelihood
@@ -116,9 +116,9 @@ class Posterior:
             moved = max(abs(math.log(own) - before[0]), float((noise.log() - before[1]).abs().max()))
             if moved < CLOSE or prior is not None:
                 break
-        return Fitted(own, noise, self.log_evidence(own, noise))
+        return Fit(own, noise, self.log_evidence(own, noise))
 
-    def _losses(self, rows: OutputRows, candidates: list[Fitted]) -> list[float]:
+    def _losses(self, rows: OutputRows, candidates: list[Fit]) -> list[float]:
         """Return the negative log-likelihood of rows for each candidate, predicted without draws."""
         width = self.spectrum.values.numel() if self.spectrum.vectors is not None else rows.phi.shape[1]
         size = max(1, PART // (WIDE * width))
@@ -179,7 +179,7 @@ def posterior_of(task: Task, rows: Iterable[OutputRows], curvature: Curvature, s
     errors: Any = 0.0
     counts: Any = 0.0
     for each in rows:
-        curvature.add(each.phi, _curving(task, each), each.weight.amax(1))
+        curvature.add(each.phi, _output_curvatures(task, each), each.weight.amax(1))
         if fits_noise(task):
             errors = errors + ((each.target - each.outputs).square() * each.weight).sum(0)
             counts = counts + each.weight.sum(0)
@@ -196,7 +196,7 @@ def posterior_of(task: Task, rows: Iterable[OutputRows], curvature: Curvature, s
     return Posterior(task, spectrum, square, 0.0, errors, counts)
 
 
-def _curving(task: Task, rows: OutputRows) -> Tensor:
+def _output_curvatures(task: Task, rows: OutputRows) -> Tensor:
     """Return a softmax's probabilities, or else the weighted second derivatives of -log p in the outputs."""
     if task.class_axis is not None:
         return rows.outputs.softmax(1)

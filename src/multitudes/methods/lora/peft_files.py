@@ -97,7 +97,7 @@ def write_adapters(network: nn.Module, members: int, folder: Path) -> list[Path]
 
 
 def _tensors(loras: Mapping[str, Lora], heads: Mapping[str, Own | OwnBlock], index: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, layer in loras.items():
         rank = layer.ranks[index]
         if not rank:
@@ -106,10 +106,10 @@ def _tensors(loras: Mapping[str, Lora], heads: Mapping[str, Own | OwnBlock], ind
         if kind_of(layer.layer) in CONVOLUTIONS:
             kernel = weight_of(layer.layer).shape[1:]
             A, B = A.reshape(rank, *kernel), B.reshape(*B.shape, *[1] * (len(kernel) - 1))
-        found |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
     for name, head in heads.items():
-        found |= {f"{PREFIX}{name}.{own}": tensor for own, tensor in head.fold(index).state_dict().items()}
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+        tensors |= {f"{PREFIX}{name}.{own}": tensor for own, tensor in head.fold(index).state_dict().items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _config(network: nn.Module, loras: Mapping[str, Lora], heads: list[str], index: int) -> dict[str, Any]:

@@ -80,8 +80,8 @@ class Mixing(Stochastic):
             return ((log_p + gumbel) / self.temperature).softmax(0)
         p = self.logits.float().softmax(0)
         number = self._number(self.uniform(shape, like), None)
-        drawn = number == torch.arange(self.components, device=p.device).view(-1, *ones)
-        return drawn.float() + (p - p.detach()).view(-1, *ones)
+        picked = number == torch.arange(self.components, device=p.device).view(-1, *ones)
+        return picked.float() + (p - p.detach()).view(-1, *ones)
 
     def _number(self, u: Tensor, given: tuple[float, ...] | None) -> Tensor:
         """Map uniform numbers to components: count the cumulative probabilities at or below each."""

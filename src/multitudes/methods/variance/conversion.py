@@ -110,8 +110,8 @@ def variance(
             assert kind is not None
             converted[name] = kind.of(_as_linear(network.get_submodule(name)), **options)
         if start.fresh:
-            for drawn in converted.values():
-                drawn.reset_spread()
+            for variance_layer in converted.values():
+                variance_layer.reset_spread()
     net = Multitude(replace(network, converted)).like(start.given, task)
     if variance_kl not in net.divergences:  # it covers all such layers
         net.divergences += (variance_kl,)

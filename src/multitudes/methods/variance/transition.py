@@ -74,8 +74,8 @@ def kappa(
     Example:
         >>> from multitudes.methods.variance import variance
         >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
-        >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
-        >>> {name: values.shape for name, values in found.items()}
+        >>> kappas = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
+        >>> {name: values.shape for name, values in kappas.items()}
         {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
@@ -88,7 +88,7 @@ def kappa(
     for name, value in (("probes", probes), ("chunk", chunk), ("batch_size", batch_size)):
         check_count(name, value)
     network = replace(plain(net), {name: layer.expected() for name, layer in layers.items()}).eval()
-    found = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
+    kappas = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
     with seeded(seed), expecting(network), plain_attention(), torch.no_grad():
         if criterion is None and task is None and y.dim() > 1:
             check_clear(call(network, rows(x, torch.arange(1))).unsqueeze(0), y[:1])
@@ -96,10 +96,10 @@ def kappa(
             curvature = _Curvature(network, rows(x, index), y[index], criterion, chunk)
             for name, layer in layers.items():
                 second = curvature.exact(name) if method == "exact" else curvature.estimate(name, probes)
-                found[name] += layer.variance() * second
+                kappas[name] += layer.variance() * second
     for name, layer in layers.items():
-        layer.kappa = found[name]
-    return found
+        layer.kappa = kappas[name]
+    return kappas
 
 
 @dataclass
@@ -229,8 +229,8 @@ def phase(net: nn.Module, threshold: float = THRESHOLD) -> dict[str, Phase]:
     """
     check_number("threshold", threshold, 0)
     return {
-        name: Phase(layer.log_alphas().mean().item(), (found.abs() > threshold).float().mean().item())
-        for name, (layer, found) in _with_kappa(net).items()
+        name: Phase(layer.log_alphas().mean().item(), (kappas.abs() > threshold).float().mean().item())
+        for name, (layer, kappas) in _with_kappa(net).items()
     }
 
 
@@ -260,8 +260,8 @@ def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
     Example:
         >>> from multitudes.methods.variance import variance
         >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
-        >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
-        >>> sparse, compression = sparsify(net, found["0"].abs().sort().values.flatten()[12].item())
+        >>> kappas = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
+        >>> sparse, compression = sparsify(net, kappas["0"].abs().sort().values.flatten()[12].item())
     """
     check_number("threshold", threshold, 0)
     check_choice("to", to, ("zero", "mean"))
@@ -270,9 +270,9 @@ def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
     _with_kappa(net)
     sparse = copied(net)
     weights = left = 0
-    for name, (layer, found) in _with_kappa(sparse).items():
+    for name, (layer, kappas) in _with_kappa(sparse).items():
         mean = layer.mean()
-        fixed = layer.fix(found.abs() < threshold, mean if to == "mean" else torch.zeros_like(mean))
+        fixed = layer.fix(kappas.abs() < threshold, mean if to == "mean" else torch.zeros_like(mean))
         random = mean.numel() - int(fixed.sum())
         sparse.notes[name] = f"{random} of {mean.numel()} weights random"
         weights, left = weights + mean.numel(), left + random
@@ -289,9 +289,9 @@ def _layers_of(net: nn.Module) -> dict[str, VarianceLayer]:
 
 
 def _with_kappa(net: nn.Module) -> dict[str, tuple[VarianceLayer, Tensor]]:
-    found = {}
+    pairs = {}
     for name, layer in _layers_of(net).items():
         if layer.kappa is None:
             raise ValueError(f"layer {name!r} has no kappa yet: call kappa(net, x, y) first")
-        found[name] = layer, layer.kappa
-    return found
+        pairs[name] = layer, layer.kappa
+    return pairs
