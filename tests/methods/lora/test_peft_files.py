@@ -79,7 +79,6 @@ def test_members_can_be_loaded_from_adapters_of_peft(
     assert net.members == 3
     for prediction, (_, theirs) in zip(net(x), written, strict=True):
         torch.testing.assert_close(prediction, logits(theirs, x), rtol=1e-4, atol=1e-5)
-    mt.check(net, x)
     folders = net.save_adapters(tmp_path / "again")
     for folder, (_, theirs) in zip(folders, written, strict=True):
         with warnings.catch_warnings():
