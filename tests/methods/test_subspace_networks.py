@@ -52,18 +52,6 @@ def test_its_networks_are_its_draws(method: str) -> None:
     assert net.networks().members == net.draws
 
 
-def test_it_keeps_dtype_and_mode_and_moves_like_any_network() -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        model, checkpoints = trained_like(lambda dtype=dtype: nn.Linear(3, 2).to(dtype))
-        for method in CONVERSIONS.values():
-            net = method(model.train(), checkpoints)
-            assert net.training
-            assert {tensor.dtype for tensor in net.state_dict().values()} == {dtype}
-            net.eval()
-            assert net(torch.ones(4, 3, dtype=dtype)).dtype == dtype
-            assert net.double()(torch.ones(4, 3).double(), draws=2).dtype == torch.float64
-
-
 def test_weights_of_different_dtypes_are_drawn_in_the_finer_one() -> None:
     def mixed() -> nn.Module:
         parts = {"first": nn.Linear(3, 4).bfloat16(), "last": nn.Linear(4, 2)}

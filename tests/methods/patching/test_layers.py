@@ -103,21 +103,6 @@ def test_running_statistics_are_shared_and_keep_their_names() -> None:
     torch.testing.assert_close(net.network[1].running_mean, model[0](x).mean(0))
 
 
-def test_every_kind_of_layer_draws_the_same_under_vmap_and_in_a_loop() -> None:
-    x = torch.randn(3, 4, 9)
-    for assignment, mixing, relaxation in [
-        ("network", "uniform", "straight-through"), ("layer", [0.2, 0.2, 0.6], "straight-through"),
-        ("row", "learned", "straight-through"), ("element", "learned", "weighted"), ("element", "uniform", "weighted"),
-    ]:  # fmt: skip
-        options = {"mixing": mixing, "relaxation": relaxation}
-        net = family(everything(), 3, assignment, 0.01, **options, seed=0).eval()
-        assert len(patches(net)) == 7
-        together = net(x, draws=6, seed=3)
-        assert (together.std(0) > 0).all()
-        net._draw_cache.runner = "one_by_one"
-        torch.testing.assert_close(net(x, draws=6, seed=3), together, rtol=1e-4, atol=1e-5)
-
-
 # -- learned probabilities ---------------------------------------------------------------------------------
 
 
@@ -212,17 +197,6 @@ def test_autocast_gives_the_dtype_that_the_model_gives(norm: Callable[[int], nn.
         assert mean.dtype == plain.dtype
         torch.testing.assert_close(mean, plain, rtol=0.05, atol=0.05)
         assert net.train()(x).dtype == model.train()(x).dtype
-
-
-def test_an_ensemble_of_explicit_ensembles_keeps_its_probabilities() -> None:
-    net = mt.deep_ensemble(family(mlp(), 3, "network", mixing="learned", seed=0), 2, seed=0).eval()
-    x, shapes = torch.randn(8, 4), {name: p.shape for name, p in net.named_parameters()}
-    assert shapes["0.0.mixing.logits"] == shapes["1.0.mixing.logits"] == (3,)
-    assert len([name for name in shapes if "logits" in name]) == 2
-    for runner in ("loop", "vmapped"):
-        net.runner = runner
-        assert net(x, draws=5).shape == (10, 8, 3)
-        assert {name: p.shape for name, p in net.named_parameters()} == shapes
 
 
 # -- norms and layers of any class -------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_layers_converted_in_two_steps_count_once() -> None:
     torch.testing.assert_close(twice.kl(), variance(network(), ["0", "4"]).kl())
 
 
-@each_parameterization
+@pytest.mark.parametrize("parameterization", ["layer", "zero"])
 def test_an_ensemble_of_variance_networks(parameterization: str) -> None:
     torch.manual_seed(0)
     net = mt.deep_ensemble(variance(network(), None, parameterization), 3)
