@@ -56,15 +56,15 @@ REASONS = {
     r"Parametri[sz]ed\w+, which cannot be narrowed": "weights are parametrised",
     r"channels are mixed|cannot narrow|cannot be narrowed": "channels are mixed",
     r"x must be one tensor": "not one tensor",
-    r"its input must go straight": "input not direct",
+    r"its input must be read by": "input not direct",
     r"must be a plain convolution or linear": "no plain layer",
     r"no down-sampling": "nothing is down-sampled",
     r"no dropout layer": "has no dropout",
-    r"finds no norm layer": "has no norm",
+    r"'norm' selects nothing": "has no norm",
     r"has only one layer": "only one layer",
     r"no layer that can be converted|has no linear layer": "no such layer",
     r"first axis does not hold the rows": "batch not first",
-    r"same network before and after": "members stay alike",
+    r"same network before and after|stay the same network": "members stay alike",
     r"": "for another reason",
 }
 """The three words for a refusal, by what its sentence holds, the first that is found."""

@@ -209,7 +209,7 @@ def test_a_posterior_without_draws_answers_options_as_the_network() -> None:
     net.approximation = "probit"
     deployed = mt.deploy(net, X)
     torch.testing.assert_close(deployed.predict(X, draws=0).probs, net.predict(X, draws=0).probs)
-    with pytest.raises(ValueError, match="are not made by approximation 'probit'"):
+    with pytest.raises(ValueError, match="needs approximation='draws', got 'probit'"):
         deployed.predict(X, draws=1)
 
 

@@ -223,7 +223,7 @@ def test_mimo_shuffles_inputs_apart_and_targets_with_them(repetition: float, bat
         seen.append((prediction, target))
         return prediction.mean()
 
-    net._answers = lambda inputs: torch.stack(inputs)
+    net._predict_each = lambda inputs: torch.stack(inputs)
     net.loss(x, x.clone(), criterion)
     assert len(seen) == 3
     for prediction, target in seen:  # every member learns the target of its own input
@@ -239,7 +239,7 @@ def test_mimo_puts_inputs_and_outputs_side_by_side() -> None:
     inputs = [NETWORKS["resnet"].batch(5, seed=s)[0] for s in range(4)]
     net.eval()
     raw = net.network(torch.cat(inputs, 1))
-    torch.testing.assert_close(net._answers(inputs), torch.stack(raw.chunk(4, dim=1)))
+    torch.testing.assert_close(net._predict_each(inputs), torch.stack(raw.chunk(4, dim=1)))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_bad_arguments_of_mimo() -> None:
     grouped = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(256, 2))
     with pytest.raises(ValueError, match="MIMO cannot widen layer '0'"):
         mt.mimo(grouped, 3)
-    with pytest.raises(ValueError, match="its output come straight from its last layer, '0'"):
+    with pytest.raises(ValueError, match="its output be that of its last layer '0'"):
         mt.mimo(nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(1, 2), nn.Softmax(-1)), 3)
 
 

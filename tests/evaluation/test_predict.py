@@ -191,7 +191,7 @@ def test_every_kind_of_predictor_is_accepted(kind):
     frame = stream(X)
     torch.testing.assert_close(frame.probs, p.probs)
     if kind == "stream":
-        with raises("net must be a multitude or a network, got a Stream, whose predictions are averaged already"):
+        with raises("net must be a multitude or a network, got a Stream: pass its net"):
             mt.temporal(stream)
     if kind in ("calibrated", "stream"):
         got = type(predictors[kind]).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.zoo.shared_cases import FAMILIES, bert, gpt2, rows_through, swin, tok
 
 
 def moved(net: Any) -> Any:
-    """Away from any special start."""
+    """Move the parameters away from any special start."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -30,8 +30,8 @@ def moved(net: Any) -> Any:
     return net
 
 
-@pytest.mark.parametrize("network", list(NETWORKS))
-def test_the_trunk_is_kept_and_each_head_drawn_anew(network: str) -> None:
+@pytest.mark.parametrize("network", ["mlp", "resnet", "hugging_face"])
+def test_the_trunk_keeps_its_weights_and_each_head_is_reset(network: str) -> None:
     model, (x, _) = NETWORKS[network].model(), NETWORKS[network].batch(5)
     net = mt.heads(model, 4, example=x, seed=0).eval()
     (name,) = [name for name, module in net.network.named_modules() if isinstance(module, Own)]
@@ -52,7 +52,7 @@ def test_the_trunk_is_kept_and_each_head_drawn_anew(network: str) -> None:
     mt.check(moved(net), x)
 
 
-def test_each_head_is_the_layer_on_what_the_trunk_gives() -> None:
+def test_each_head_is_a_layer_on_the_output_of_the_trunk() -> None:
     trunk, head = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
     net = mt.heads(nn.Sequential(trunk, head), 5, seed=0)
     x = torch.randn(7, 4)
@@ -62,16 +62,17 @@ def test_each_head_is_the_layer_on_what_the_trunk_gives() -> None:
     torch.testing.assert_close(net.eval()(x[:1]), want[:, :1])
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("model", [bert, vit, gpt2, *FAMILIES])
-def test_the_trunk_of_a_hugging_face_model_runs_once(model: Callable[[], nn.Module], training: bool) -> None:
-    net = mt.heads(model(), 8, seed=0).train(training)
-    x: Any = torch.randn(6, 3, 16, 16) if model in (vit, swin) else tokens(6)
-    for batch in (x, x[:1] if isinstance(x, Tensor) else {key: value[:1] for key, value in x.items()}):
+def test_the_trunk_of_a_hugging_face_model_runs_once(model: Callable[[], nn.Module]) -> None:
+    net = mt.heads(model(), 4, seed=0)
+    x: Any = torch.randn(5, 3, 16, 16) if model in (vit, swin) else tokens(5)
+    one = x[:1] if isinstance(x, Tensor) else {key: value[:1] for key, value in x.items()}
+    for training, (batch, rows) in itertools.product((True, False), ((x, 5), (one, 1))):
+        net.train(training)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             net(batch)
-        rows = len(batch) if isinstance(batch, Tensor) else len(batch["input_ids"])
         assert rows_through(net, net.network.base_model_prefix, batch) == rows
     mt.check(moved(net), x)
 
@@ -79,7 +80,7 @@ def test_the_trunk_of_a_hugging_face_model_runs_once(model: Callable[[], nn.Modu
 # -- whole blocks ------------------------------------------------------------------------------------------
 
 
-def test_everything_that_runs_from_a_layer_on_is_each_members_own() -> None:
+def test_from_layer_selects_all_later_layers() -> None:
     case = NETWORKS["resnet"]
     x, _ = case.batch(6)
     net = mt.heads(case.model(), 3, from_layer="layer4", seed=0)
@@ -110,7 +111,7 @@ def test_a_batch_norm_in_a_block_has_each_members_own_statistics() -> None:
         assert int(norm.get_buffer("1_num_batches_tracked")[i]) == 2
 
 
-def test_members_that_run_one_after_the_other_keep_their_statistics_apart() -> None:
+def test_members_that_run_one_by_one_have_separate_statistics() -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         net.seen = net.head(net.body(x))  # what each member would have to write for itself
         return net.seen - net.seen[:1]
@@ -146,7 +147,7 @@ def test_a_block_with_attention_and_a_mask_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_on_a_frozen_trunk_each_member_learns_exactly_as_it_would_alone(blocks: bool) -> None:
+def test_on_a_frozen_trunk_each_member_learns_as_it_would_alone(blocks: bool) -> None:
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), head if blocks else nn.Linear(8, 3))
@@ -227,30 +228,6 @@ def test_composes_with_dropout_that_stays_on(where: str) -> None:
     mt.check(net, x)
 
 
-def of_a_cnn(whole: bool) -> mt.Multitude:
-    case = NETWORKS["cnn"]
-    options: dict[str, Any] = {"from_layer": "conv2", "example": case.batch(6)[0]} if whole else {}
-    return moved(mt.heads(case.model(), 3, seed=0, **options)).eval()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_is_saved_loaded_copied_and_frozen(whole: bool, tmp_path: Path) -> None:
-    case = NETWORKS["cnn"]
-    net, (x, _) = of_a_cnn(whole), case.batch(6)
-    loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"), case.model(seed=3))
-    assert torch.equal(loaded(x), net(x))
-    assert isinstance(loaded, mt.Multitude) and loaded.own_losses
-    assert torch.equal(copy.deepcopy(net)(x), net(x))
-    frozen = mt.freeze(mt.heads(mt.mc_dropout(nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2))), 2), 2)
-    assert frozen.eval()(torch.randn(5, 4)).shape == (4, 5, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
-def test_is_exported(whole: bool, tmp_path: Path) -> None:
-    mt.to_onnx(of_a_cnn(whole), tmp_path / "net.onnx", NETWORKS["cnn"].batch(6)[0])
-
-
 def test_a_saved_block_of_the_users_own_class_is_loaded_with_their_network(tmp_path: Path) -> None:
     net = moved(mt.heads(vit(), 3, from_layer="vit.layers.1", example=torch.randn(2, 3, 16, 16), seed=0)).eval()
     x = torch.randn(5, 3, 16, 16)
@@ -258,84 +235,54 @@ def test_a_saved_block_of_the_users_own_class_is_loaded_with_their_network(tmp_p
     assert torch.equal(loaded(x), net(x))
 
 
-@pytest.mark.slow
-def test_compiled_agrees_with_eager() -> None:
-    torch.compiler.reset()
-    case = NETWORKS["cnn"]
-    net, (x, _) = mt.heads(case.model(), 3, seed=0), case.batch(6)
-    for training in (True, False):
-        want = net.train(training)(x)
-        quick = torch.compile(copy.deepcopy(net), backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(quick(x), want, rtol=1e-4, atol=1e-5)
-
-
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_named() -> None:
-    model = NETWORKS["cnn"].model()
-    x = NETWORKS["cnn"].batch(2)[0]
-    with pytest.raises(ValueError, match="from_layer: no layer is named 'fc9'; there are: conv1, conv2, fc1, fc2"):
-        mt.heads(model, from_layer="fc9")
-    with pytest.raises(ValueError, match=r"layers=\['fc2'\] and from_layer='fc1' say the same"):
-        mt.heads(model, layers=["fc2"], from_layer="fc1")
-    with pytest.raises(ValueError, match="layers: no layer is named 'fc9'"):
-        mt.heads(model, layers=["fc9"])
-    with pytest.raises(ValueError, match="members must be a whole number"):
-        mt.heads(model, 0)
-    with pytest.raises(ValueError, match="init must be one of"):
-        mt.heads(model, init="random")
-    unused = Of(lambda net, x: net.body(x), body=nn.Linear(4, 2), other=nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="from_layer='other' never runs"):
-        mt.heads(unused, from_layer="other", example=torch.randn(2, 4))
-    frozen = NETWORKS["cnn"].model().requires_grad_(False)
-    with pytest.raises(ValueError, match="layers must have trainable weights, and those of 'fc2' are frozen"):
-        mt.heads(frozen, example=x)
-    with pytest.raises(ValueError, match="from_layer='fc1': 'fc1', 'fc2' must have weights that are trained"):
-        mt.heads(frozen, from_layer="fc1", example=x)
-    twice = Of(
-        lambda net, x: net.body(net.head(net.body(x))), body=nn.Linear(4, 4), head=nn.Linear(4, 4)
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="layer 'body' runs before from_layer='head' and after, so it is shared"):
-        mt.heads(twice, from_layer="head", example=torch.randn(2, 4))
-    with pytest.raises(ValueError, match="a multitude of members already"):
-        mt.heads(mt.deep_ensemble(nn.Linear(3, 2), 2))
-
-
-def test_a_language_models_output_layer_is_its_embedding_and_refused() -> None:
+def causal() -> nn.Module:
     config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    with pytest.raises(ValueError, match="layers: 'lm_head' would get new weights, and so would 'weight' of layer"):
-        mt.heads(transformers.GPT2LMHeadModel(config), 2)
+    return transformers.GPT2LMHeadModel(config)
 
 
-def test_a_zero_head_that_no_rule_draws_is_refused() -> None:
-    class Zero(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.T
-
-    with pytest.raises(ValueError, match="no rule draws '1' anew, so all members would be the same network"):
-        mt.heads(nn.Sequential(nn.Linear(4, 4), Zero()), 2)
+CNN, IMAGES, ROWS = NETWORKS["cnn"], {"example": NETWORKS["cnn"].batch(2)[0]}, {"example": torch.randn(2, 4)}
+PARTS = {"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)}
+UNUSED, TWICE = Of(lambda net, x: net.body(x), **PARTS), Of(lambda net, x: net.body(net.head(net.body(x))), **PARTS)
+ZERO = Of(lambda net, x: x @ net.weight.T, weight=nn.Parameter(torch.zeros(2, 4)))  # no rule resets it
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer keeps a list of its weights beside its parameters."""
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (CNN.model(), {"from_layer": "fc9"}, "from_layer: no layer is named 'fc9'; there are: conv1, conv2, fc1, fc2"),
+        (CNN.model(), {"layers": ["fc2"], "from_layer": "fc1"}, r"layers=\['fc2'\] and from_layer='fc1' exclude"),
+        (CNN.model(), {"layers": ["fc9"]}, "layers: no layer is named 'fc9'"),
+        (CNN.model(), {"members": 0}, "members must be a whole number"),
+        (CNN.model(), {"init": "random"}, "init must be one of"),
+        (UNUSED, {"from_layer": "head", **ROWS}, "from_layer='head' does not run"),
+        (CNN.model().requires_grad_(False), IMAGES, "layers: 'fc2' must have .* all are frozen"),
+        (
+            CNN.model().requires_grad_(False),
+            {"from_layer": "fc1", **IMAGES},
+            "'fc1', 'fc2' must have trainable weights",
+        ),
+        (TWICE, {"from_layer": "head", **ROWS}, "layer 'body' runs both before and after from_layer='head'"),
+        (mt.deep_ensemble(nn.Linear(3, 2), 2), {}, "a multitude of members already"),
+        (causal(), {}, "layers: 'lm_head' would be .*, and with it 'weight' of layer"),  # its embedding
+        (nn.Sequential(nn.Linear(4, 4), ZERO), {}, "no rule resets '1', so all members would stay the same network"),
+    ],
+)
+def test_bad_arguments_are_errors(model: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mt.heads(model, **{"members": 2} | options)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.gru, self.fc = nn.Linear(4, 6), nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.gru(self.embed(x))[0][:, -1])
-
-
-def test_a_member_with_a_recurrent_layer_of_its_own_is_taken_out_after_a_step() -> None:
+def test_a_member_with_its_own_recurrent_layer_is_plain_after_a_step() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 5, 4), torch.randint(3, (6,))
-    net = mt.heads(Recurrent(), 3, from_layer="gru", example=x, seed=0)
+    model = Of(
+        lambda net, x: net.fc(net.gru(net.embed(x))[0][:, -1]),
+        embed=nn.Linear(4, 6), gru=nn.GRU(6, 5, batch_first=True), fc=nn.Linear(5, 3),
+    )  # fmt: skip
+    net = mt.heads(model, 3, from_layer="gru", example=x, seed=0)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     net.train().loss(x, y).backward()
     optimizer.step()

@@ -34,9 +34,8 @@ def encoder() -> nn.Module:
 
 
 APART = (
-    "its input must go straight into its first layer, 'body', and its output come straight from its last layer, "
-    "'head'; "
-    r"side by side with others, input \d does not give output \d what it gives alone"
+    "its input must be read by its first layer 'body' only and its output be that of its last layer 'head', but "
+    r"output \d for input \d changes if other inputs are in the same forward"
 )
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "normalised over features": (
@@ -80,7 +79,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("init", ["fresh", "pretrained"])
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_mixes_inputs_is_refused(name: str, init: str) -> None:
+def test_networks_that_mix_inputs_are_errors(name: str, init: str) -> None:
     torch.manual_seed(0)
     build, shape, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
@@ -114,7 +113,7 @@ def zero_head() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", list(RIGHT))
-def test_each_member_answers_to_its_own_input_through_its_own_weights(name: str) -> None:
+def test_each_member_predicts_its_own_input_with_its_own_weights(name: str) -> None:
     """Members that change places, inputs and weights alike, give the same answers in the other order."""
     torch.manual_seed(0)
     build, shape = RIGHT[name]
@@ -128,10 +127,10 @@ def test_each_member_answers_to_its_own_input_through_its_own_weights(name: str)
     first, last = net.network.get_submodule(net.first), net.network.get_submodule(net.last)
     with torch.no_grad():
         last.weight.normal_()
-        before = net._answers(inputs)
+        before = net._predict_each(inputs)
         first.weight.copy_(first.weight.unflatten(1, (3, -1)).roll(1, 1).flatten(1, 2))
-        after = net._answers([inputs[2], inputs[0], inputs[1]])
+        after = net._predict_each([inputs[2], inputs[0], inputs[1]])
     torch.testing.assert_close(after, before)
     with torch.no_grad():
-        moved = net._answers([inputs[2] + 1, inputs[0], inputs[1]])
+        moved = net._predict_each([inputs[2] + 1, inputs[0], inputs[1]])
     assert not torch.allclose(moved, after)

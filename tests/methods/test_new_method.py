@@ -115,7 +115,7 @@ def test_a_study_builds_trains_and_finishes_it_by_its_settings(shaken: ModuleTyp
         row.complete({"scale": 1})
 
 
-def test_it_is_saved_frozen_and_composed_without_a_word_of_it_elsewhere(shaken: ModuleType, tmp_path: Path) -> None:
+def test_it_is_saved_frozen_and_composed(shaken: ModuleType, tmp_path: Path) -> None:
     net, x = shaken.shaken(model(), 0.3).eval(), torch.randn(4, 6)
     loaded = mt.load(mt.save(net, tmp_path / "net.safetensors"))
     assert torch.equal(loaded(x, draws=3, seed=0), net(x, draws=3, seed=0)) and torch.equal(loaded.kl(), net.kl())

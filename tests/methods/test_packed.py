@@ -78,7 +78,7 @@ def test_full_width_members_are_a_deep_ensemble() -> None:
     assert repr(net.member(0)) == repr(case.model())
 
 
-def test_rounding_is_told() -> None:
+def test_the_summary_shows_rounded_widths() -> None:
     net = mt.packed(Cnn(), members=4, alpha=2.5, example=torch.zeros(1, 3, 8, 8))
     assert "rounded up from 7.5" in net.summary()
     assert "alpha 2.5, gamma 1" in net.summary().splitlines()[-2]
@@ -93,11 +93,9 @@ def test_rounding_is_told() -> None:
         (mt.packed, {"gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
         (mt.packed, {"layers": "none"}, "^layers='none' selects nothing"),
         (mt.narrow, {"factor": 0.5, "init": "foo"}, "init must be"),
-        (mt.narrow, {"factor": 0.5, "gamma": 0}, "gamma must be a whole number, 1 or more, got 0"),
-        (mt.narrow, {"factor": 0.5, "layers": "none"}, "^layers='none' selects nothing"),
         (mt.narrow, {"factor": 1.5}, "factor must be above 0 and at most 1, got 1.5"),
     ],
 )
-def test_bad_arguments_are_named(convert: Callable[..., nn.Module], options: dict[str, Any], sentence: str) -> None:
+def test_bad_arguments_are_errors(convert: Callable[..., nn.Module], options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         convert(Cnn(), example=torch.zeros(1, 3, 8, 8), **options)

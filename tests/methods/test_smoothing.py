@@ -1,10 +1,9 @@
-"""Spatial smoothing: Blur, Prob, and the network that has them."""
+"""Spatial smoothing: Blur, Prob, smoothed networks and classifier heads."""
 
 from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,12 @@ from scipy import ndimage, signal
 from torch import Tensor, fx, nn
 
 import multitudes as mt
-from multitudes.methods.smoothing import KERNELS, PROBS, Blur, Prob, Smooth, smooth
-from multitudes.models.preact_resnet import PreactivationBlock
-from tests.methods.smoothing_networks import Functional, noise, small_resnet
+from multitudes.methods.smoothing import HEADS, KERNELS, PROBS, Blur, Prob, Smooth, head, smooth
+from multitudes.models.resnet import BasicBlock
+from tests.zoo.feature_map_networks import FOUR, Functional, chain, noise, small_resnet
 
 M = mt.models
+SLOW = pytest.mark.slow
 
 
 def outer(kernel: tuple[int, ...]) -> np.ndarray:
@@ -30,18 +30,6 @@ def outer(kernel: tuple[int, ...]) -> np.ndarray:
 
 
 # -- blur --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_point_is_spread_by_the_kernel_which_sums_to_one(kernel: tuple[int, ...], growing: bool) -> None:
-    point = torch.zeros(1, 1, 13, 13)
-    point[0, 0, 6, 6] = 1.0
-    spread = Blur(kernel, growing)(point)[0, 0].numpy()
-    assert spread.sum() == pytest.approx(1.0)
-    rows, columns = spread.nonzero()
-    patch = spread[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
-    np.testing.assert_allclose(patch, outer(kernel), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -63,13 +51,6 @@ def test_a_growing_blur_is_the_full_convolution(kernel: tuple[int, ...]) -> None
         np.testing.assert_allclose(got.numpy(), signal.convolve2d(image.numpy(), outer(kernel)), atol=1e-12)
 
 
-def test_the_growing_box_is_the_papers_average_pooling_and_agrees_with_the_other_inside() -> None:
-    x = noise(2, 3, 8, 8)
-    growing = Blur((1, 1), growing=True)(x)
-    torch.testing.assert_close(growing, F.avg_pool2d(x, 2, stride=1, padding=1, count_include_pad=True))
-    torch.testing.assert_close(growing[..., 1:-1, 1:-1], Blur((1, 1))(x)[..., :-1, :-1])
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (2, 3), (8, 8)])
 def test_constant_maps_stay_as_they_are(kernel: tuple[int, ...], size: tuple[int, int]) -> None:
@@ -89,24 +70,6 @@ def test_frequencies_are_damped_by_powers_of_cosines(kernel: tuple[int, ...]) ->
     np.testing.assert_allclose(after, before * np.outer(damping, damping), atol=1e-9)
 
 
-def test_high_frequencies_fall_and_low_ones_stay() -> None:
-    size = 64
-    coarse = F.interpolate(noise(1, 8, 4, 4, seed=2), size=size, mode="bicubic")
-    x = coarse + 0.5 * noise(1, 8, size, size, seed=3)
-    omega = np.abs(2 * np.pi * np.fft.fftfreq(size))
-    largest = np.maximum.outer(omega, omega)
-
-    def energies(maps: Tensor) -> tuple[float, float]:
-        energy = (torch.fft.fft2(maps).abs() ** 2).numpy()
-        return energy[..., largest < 0.1 * np.pi].sum(), energy[..., largest > 0.7 * np.pi].sum()
-
-    low, high = energies(x)
-    for kernel in KERNELS[1:]:
-        low_after, high_after = energies(Blur(kernel)(x))
-        assert low_after == pytest.approx(low, rel=0.05)
-        assert high_after < 0.4 * high
-
-
 # -- prob --------------------------------------------------------------------------------------------------
 
 
@@ -124,25 +87,6 @@ def test_prob_is_a_bounded_function_and_a_relu() -> None:
         np.testing.assert_allclose(Prob(kind, tau=4)(z).numpy(), want, atol=1e-12)
 
 
-def test_the_temperature_is_the_bound_and_leaves_the_slope_at_zero() -> None:
-    for tau in (0.2, 1.0, 10.0):
-        z = torch.tensor([1e-6, 1e6], dtype=torch.float64, requires_grad=True)
-        p = Prob("tanh", tau)(z)
-        (slopes,) = torch.autograd.grad(p.sum(), z)
-        assert p[1].item() == pytest.approx(tau)
-        assert slopes[0].item() == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("kernel", "shift"), [((1, 1), -0.5), ((1, 2, 1), 0.0), ((1, 4, 6, 4, 1), 0.0)])
-def test_a_kernel_of_two_points_moves_a_map_by_half_a_point(kernel: tuple[int, ...], shift: float) -> None:
-    point = torch.zeros(1, 1, 9, 9)
-    point[..., 4, 4] = 1.0
-    seen = Blur(kernel)(point)[0, 0]
-    places = torch.arange(9.0)
-    centre = ((seen.sum(1) * places).sum(), (seen.sum(0) * places).sum())
-    assert centre == pytest.approx((4 + shift, 4 + shift))
-
-
 def test_smooth_is_blur_of_prob() -> None:
     z = noise(2, 3, 6, 6)
     want = Blur((1, 2, 1))(F.relu(5 * torch.tanh(z / 5)))
@@ -158,7 +102,7 @@ def test_a_blur_of_one_point_without_prob_changes_nothing() -> None:
     torch.testing.assert_close(smooth(net, (1,), "none", example=x)(x), net(x))
 
 
-def test_the_given_model_its_mode_and_the_random_state_are_left_alone() -> None:
+def test_the_model_its_mode_and_the_random_state_do_not_change() -> None:
     net = small_resnet().train()
     net.layer2[0].bn1.eval()
     before, text, state = copy.deepcopy(net.state_dict()), repr(net), torch.get_rng_state()
@@ -183,21 +127,14 @@ def test_pretrained_weights_load_into_it_and_back() -> None:
 
 
 @pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_it_learns_traces_copies_and_doubles(kernel: tuple[int, ...], growing: bool) -> None:
+@pytest.mark.parametrize("kernel", [(1, 1), (1, 4, 6, 4, 1)])
+def test_it_learns_and_traces(kernel: tuple[int, ...], growing: bool) -> None:
     smoothed, x = smooth(small_resnet(), kernel, growing=growing), noise(4, 3, 16, 16)
     smoothed.train()(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in smoothed.parameters())
-    smoothed.eval()
-    want = smoothed(x)
-    for same in (
-        fx.symbolic_trace(smoothed),
-        copy.deepcopy(smoothed),
-        pickle.loads(pickle.dumps(smoothed)),
-    ):
-        torch.testing.assert_close(same(x), want)
-    double = smoothed.double()(x.double())
-    torch.testing.assert_close(double, want.double(), rtol=1e-4, atol=1e-5)
+    want = smoothed.eval()(x)
+    torch.testing.assert_close(fx.symbolic_trace(smoothed)(x), want)
+    torch.testing.assert_close(smoothed.double()(x.double()), want.double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("growing", [False, True])
@@ -210,42 +147,94 @@ def test_it_compiles(growing: bool) -> None:
         torch.testing.assert_close(compiled(x), smoothed(x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prob", PROBS)
-def test_the_packed_runner_lays_its_channels_side_by_side(prob: str) -> None:
-    x = noise(3, 3, 8, 8)
-    net = mt.deep_ensemble(smooth(small_resnet(), (1, 2, 1), prob, example=x), 3)
+@pytest.mark.parametrize(("prob", "growing"), [("tanh", True), *(pytest.param(p, False, marks=SLOW) for p in PROBS)])
+def test_a_smoothed_network_is_packed(prob: str, growing: bool) -> None:
+    x = noise(3, 3, 16, 16)
+    model = chain(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    net = mt.packed(smooth(model, (1, 2, 1), prob, growing=growing, example=x), 2, example=x)
     mt.check(net, x)
     net.runner = "packed"
-    torch.testing.assert_close(net(x), torch.stack([net.member(i)(x) for i in range(3)]), rtol=1e-4, atol=1e-4)
-    targets = {step.target for plan in net._plans.values() for step in plan.steps if step.kind == "call_module"}
-    kinds = {type(net.network.get_submodule(target)).__module__.partition(".")[0] for target in targets}
-    assert kinds == {"torch"}  # none of ours, which would run under vmap
+    torch.testing.assert_close(net(x), torch.stack([net.member(i)(x) for i in range(2)]), rtol=1e-4, atol=1e-4)
+    assert sum(isinstance(m, Smooth) for m in net.member(0).modules()) == 3
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("build", [
-    small_resnet,
-    lambda: M.PreactResNet(PreactivationBlock, (1, 1, 1, 1), classes=5, width=8).eval(),
-    lambda: M.VGG((1, 1, 1, 1, 1), classes=5, width=8).eval(),
-])  # fmt: skip
-def test_a_smoothed_network_is_packed(build: Callable[[], nn.Module], growing: bool) -> None:
-    x = noise(3, 3, 32, 32)
-    net = mt.packed(smooth(build(), growing=growing, example=x), 2, example=x)
-    mt.check(net, x)
-    net.runner = "packed"
-    assert net(x).shape == (2, 3, 5)
-    assert sum(isinstance(m, Smooth) for m in net.member(0).modules()) in (3, 4, 5)
+@pytest.mark.parametrize("method", [mt.mimo, mt.batch_ensemble, mt.masksembles])
+def test_other_methods_convert_smoothed_networks(method: Callable[..., mt.Multitude]) -> None:
+    mt.check(method(smooth(small_resnet()), 2).eval(), noise(3, 3, 32, 32))
 
 
-@pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles, mt.mimo])
-def test_a_smoothed_network_is_what_every_method_takes(method: Callable[..., mt.Multitude]) -> None:
-    net = method(smooth(small_resnet()), 2).eval()
-    mt.check(net, noise(3, 3, 32, 32))
+# -- classifier heads --------------------------------------------------------------------------------------
+
+
+def features(net: Any, x: Tensor) -> np.ndarray:
+    z = net.relu(net.bn1(net.conv1(x)))
+    return net.layer4(net.layer3(net.layer2(net.layer1(z)))).detach().flatten(2).numpy()
+
+
+@pytest.mark.parametrize(("kind", "pool"), [("gap", np.mean), ("max", np.max), ("median", np.median)])
+@pytest.mark.parametrize("size", [32, 24])  # 16 points, an even number, and 9
+def test_heads_pool_each_map_and_keep_the_linear_layer(kind: str, pool: Callable[..., Any], size: int) -> None:
+    net, x = small_resnet(), noise(2, 3, size, size)
+    pooled = torch.from_numpy(pool(features(net, x), axis=-1))
+    swapped = head(net, kind)
+    torch.testing.assert_close(swapped(x), net.fc(pooled))
+    assert list(swapped.state_dict()) == list(net.state_dict())
+    assert repr(head(swapped, "gap")) == repr(net)
+
+
+def test_the_mlp_head_is_vggs() -> None:
+    net, x = small_resnet(), noise(2, 3, 32, 32)
+    swapped = head(net, "mlp", hidden=32, seed=1)
+    weights = [tuple(p.shape) for p in swapped.fc.parameters() if p.dim() == 2]
+    assert weights == [(32, 64 * 7 * 7), (32, 32), (5, 32)]
+    assert [layer.p for layer in swapped.fc if isinstance(layer, nn.Dropout)] == [0.5, 0.5]
+    points = F.adaptive_avg_pool2d(torch.from_numpy(features(net, x)).unflatten(2, (4, 4)), 7)
+    one, two, three = (layer for layer in swapped.fc if isinstance(layer, nn.Linear))
+    torch.testing.assert_close(swapped(x), three(F.relu(two(F.relu(one(points.flatten(1)))))))
+    assert torch.equal(head(net, "mlp", hidden=32, seed=1)(x), swapped(x))
+    assert torch.equal(head(swapped, "mlp", hidden=32)(x), swapped(x))  # all weights fit, and are kept
+    assert head(swapped, "max").fc[0].weight.shape == (5, 64)
+
+
+def test_a_classifier_of_several_layers_is_replaced_as_a_whole() -> None:
+    net = M.VGGLike(classes=5, width=4).double().train()
+    swapped = head(net, "gap")
+    assert [type(layer) for layer in swapped.classifier] == [nn.Dropout, nn.Linear]
+    linear = swapped.classifier[1]
+    assert linear.weight.shape == (5, 32) and linear.weight.dtype == torch.float64 and linear.training
+    assert isinstance(swapped.features[-1], nn.AdaptiveAvgPool2d)
+    swapped = head(net, "mlp", hidden=32).eval()
+    assert swapped(noise(2, 3, 32, 32).double()).shape == (2, 5)
+    new, old = swapped.classifier[1][-1].weight, net.classifier[-1].weight
+    assert new.shape == old.shape and not torch.equal(new, old)  # it reads something else now
+    assert isinstance(swapped.get_submodule("features.51"), nn.MaxPool2d)  # VGG's own, before the head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_and_smoothing_compose(kind: str) -> None:
+    net, x = small_resnet(), noise(2, 3, 32, 32)
+    swapped = head(smooth(net), kind, hidden=8, seed=0)
+    assert sum(isinstance(m, Smooth) for m in swapped.modules()) == 4
+    torch.testing.assert_close(swapped(x), smooth(head(net, kind, hidden=8, seed=0), layers=FOUR)(x))
+    mt.check(mt.packed(swapped, 2), x)
 
 
 # -- bad arguments -----------------------------------------------------------------------------------------
+
+
+def twice(pool: nn.Module) -> nn.Module:
+    return chain(pool, nn.Conv2d(4, 4, 1), pool, nn.Flatten(), nn.Linear(4 * 8**2, 3))
+
+
+def squeezed() -> nn.Module:
+    class Squeezed(M.ResNet):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer4(self.layer3(self.layer2(self.layer1(self.conv1(x)))))
+            return self.fc(self.avgpool(x)[:, :, 0, 0])
+
+    return Squeezed(BasicBlock, (1, 1, 1, 1), width=4)
 
 
 @pytest.mark.parametrize(("function", "message"), [
@@ -257,13 +246,24 @@ def test_a_smoothed_network_is_what_every_method_takes(method: Callable[..., mt.
     (lambda: smooth(small_resnet(), tau=0), r"tau must be above 0, got 0"),
     (lambda: smooth(small_resnet(), tau=math.nan), r"tau must be above 0, got nan"),
     (lambda: smooth(small_resnet(), layers="layer9"), r"layers='layer9' selects nothing"),
-    (lambda: smooth(small_resnet(), layers=["fc"]), r"layer 'fc' reads \[2, 64\], which is no feature map"),
+    (lambda: smooth(small_resnet(), layers=["fc"]), r"layer 'fc' reads \[2, 64\], which is not a feature map"),
     (lambda: smooth(nn.TransformerEncoderLayer(8, 2), layers=["out_proj"], example=torch.ones(1, 2, 8)),
      r"layer 'self_attn\.out_proj' is never called"),
-    (lambda: smooth(Functional()), r"no down-sampling.* calls as a function cannot be seen"),
+    (lambda: smooth(Functional()), r"no down-sampling.* functions in a forward are not found"),
     (lambda: smooth(nn.Linear(3, 2)), r"model \(Linear\) has no down-sampling"),
     (lambda: smooth(M.small_cnn(), growing=True), r"does not run when smoothed before features\.2.*growing=False"),
+    (lambda: head(mt.deep_ensemble(small_resnet(), 2), "gap"), r"multitude already"),
+    (lambda: head(small_resnet(), "avg"), r"kind must be one of gap, max, median, mlp, got 'avg'"),
+    (lambda: head(small_resnet(), "mlp", hidden=0), r"hidden must be a whole number, 1 or more, got 0"),
+    (lambda: head(small_resnet(), "mlp", dropout=1.0), r"dropout must be 0 or more and below 1, got 1\.0"),
+    (lambda: head(Functional(), "max"), r"\(pooling functions are not found\)"),
+    (lambda: head(M.unet(5, width=4), "max"), r"no pooling layer comes before its linear layers"),
+    (lambda: head(M.lenet5(), "gap"), r"\(fc1, fc2\) are not in one nn\.Sequential"),
+    (lambda: head(chain(nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 14**2, 3)), "gap"),
+     r"more than a flattening between '3' and '6'"),
+    (lambda: head(twice(nn.MaxPool2d(2)), "gap"), r"a layer of its head is also used elsewhere"),
+    (lambda: head(squeezed(), "mlp", hidden=4), r"does not run when given the head 'mlp'.*must flatten"),
 ])  # fmt: skip
-def test_bad_arguments_are_told(function: Callable[[], Any], message: str) -> None:
+def test_bad_arguments_are_errors(function: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function()

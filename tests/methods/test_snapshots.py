@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 import multitudes as mt
 from multitudes.methods.snapshots import CyclicSgmcmc, Langevin, cyclic_lr, cyclic_sgmcmc, snapshots
-from multitudes.networks.stochastic import Stochastic
 from multitudes.training.recorder import Recorder
 from tests.zoo.cases import NETWORKS
 
@@ -47,17 +45,6 @@ def test_the_learning_rate_is_the_papers() -> None:
     assert ends == [10, 20, 30]
 
 
-def test_cycles_of_equal_length_are_torchs_warm_restarts() -> None:
-    optimizer = sgd()
-    schedule = CosineAnnealingWarmRestarts(optimizer, T_0=8)
-    want = []
-    for _ in range(40):
-        want.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates(steps=40, cycles=5)[0] == pytest.approx(want)
-
-
 @pytest.mark.parametrize(("steps", "cycles"), [(10, 3), (17, 5), (7, 7), (1000, 7)])
 def test_cycles_that_do_not_divide_the_steps_differ_by_one_step(steps: int, cycles: int) -> None:
     seen, ends = rates(steps, cycles)
@@ -87,7 +74,7 @@ def test_every_group_keeps_its_own_rate_and_a_schedule_resumes() -> None:
 # -- snapshots ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", ["mlp", "cnn", "group_norm", "transformer"])
+@pytest.mark.parametrize("network", ["mlp", "cnn"])
 def test_the_members_are_the_snapshots_with_their_own_statistics(network: str) -> None:
     case = NETWORKS[network]
     x, _ = case.batch()
@@ -107,13 +94,8 @@ def test_the_members_are_the_snapshots_with_their_own_statistics(network: str) -
     mt.check(net, x)
 
 
-class Jitter(Stochastic):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.expects else x + self.normal(x.shape, like=x)
-
-
 def test_snapshots_of_a_network_that_draws_draw_as_it_does() -> None:
-    model = mt.Multitude(nn.Sequential(nn.Linear(3, 4), Jitter(), nn.Linear(4, 2))).eval()
+    model = mt.mc_dropout(nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))).eval()
     model.draws = 5
     recorder, x, means = Recorder(model), torch.randn(4, 3), []
     for _ in range(3):
@@ -135,27 +117,6 @@ def test_snapshots_of_an_ensemble_are_an_ensemble_of_ensembles() -> None:
         recorder.record()
         answers.append(ensemble(x).detach())
     torch.testing.assert_close(snapshots(ensemble, recorder)(x), torch.cat(answers))
-
-
-def test_a_training_loop_of_five_lines_gives_a_multitude() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(60, 2)
-    y = (x[:, 0] > 0).long()
-    recorder = Recorder(model, keep=4)
-    schedule = cyclic_lr(optimizer, steps=120, cycles=4)
-    for _ in range(120):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if schedule.cycle_ended:
-            recorder.record()
-    net = snapshots(model, recorder).eval()
-    assert net(x).shape == (4, 60, 2)
-    torch.testing.assert_close(net(x)[-1], model.eval()(x))
-    assert (net.predict(x).label == y).float().mean() > 0.95
 
 
 # -- stochastic-gradient MCMC ------------------------------------------------------------------------------
@@ -190,32 +151,8 @@ def test_langevin_steps_recover_a_known_gaussian(momentum: float) -> None:
     step = np.array([[1 - lr * hessian, momentum], [-lr * hessian, momentum]])
     noise = np.ones((2, 2)) * 2 * (1 - momentum) * lr * temperature / size
     exact = solve_discrete_lyapunov(step, noise)[0, 0]
-    assert exact == pytest.approx(temperature / (size * hessian), rel=0.04), "the target, but for the step size"
+    assert exact == pytest.approx(temperature / (size * hessian), rel=0.04)  # the target, up to the step size
     assert_normal(theta.detach(), 1.5 * precision / hessian, exact)
-
-
-def test_langevin_steps_recover_the_posterior_of_a_linear_regression() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(40, 2)) @ np.array([[1.0, 0.8], [0.0, 0.6]])
-    y = x @ [1.0, -2.0] + rng.normal(size=40)
-    lr, decay = 0.2, 0.1
-    hessian = x.T @ x / 40 + decay * np.eye(2)
-    covariance = np.linalg.inv(hessian @ (np.eye(2) - lr * hessian / 2)) / 40
-    torch.manual_seed(0)
-    chains = CHAINS // 5
-    theta = nn.Parameter(torch.zeros(chains, 2, dtype=torch.float64))
-    optimizer = Langevin([theta], lr, dataset_size=40, weight_decay=decay)
-    inputs, targets = torch.tensor(x), torch.tensor(y)
-    for _ in range(300):
-        optimizer.zero_grad()
-        (0.5 * (theta @ inputs.T - targets).square()).mean(1).sum().backward()
-        optimizer.step()
-    samples = theta.detach().numpy()
-    variance = np.diag(covariance)
-    mean = np.linalg.solve(hessian, x.T @ y / 40)
-    assert (np.abs(samples.mean(0) - mean) < 5 * np.sqrt(variance / chains)).all()
-    error = np.sqrt((np.outer(variance, variance) + covariance**2) / chains)
-    assert (np.abs(np.cov(samples.T) - covariance) < 5 * error).all()
 
 
 def test_without_noise_it_is_sgd() -> None:
@@ -307,7 +244,7 @@ def test_a_sampler_trains_a_network_and_gives_its_samples() -> None:
 # -- wrong input -------------------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_errors() -> None:
     model = nn.Linear(2, 2)
 
     def sampler(**options: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,15 +15,76 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.methods.subspace import subspace, swa, swag
 from multitudes.training.recorder import Recorder
-from tests.methods.trajectories import (
-    WAY,
-    assert_moments,
-    by_hand,
-    drawn_weights,
-    line,
-    states,
-)
 from tests.zoo.cases import stacked_parameters
+
+WAY = np.array(  # a hand-made trajectory of five weights
+    [
+        [1.0, 0.0, -2.0, 0.5, 3.0],
+        [1.5, 0.3, -1.0, 0.4, 3.0],
+        [0.5, 0.9, -1.5, 0.6, 3.0],
+        [2.0, 0.6, -3.0, 0.1, 3.0],
+        [1.2, 0.1, -2.5, 0.9, 3.0],
+        [0.9, 0.7, -2.2, 0.2, 3.0],
+    ]
+)
+DRAWS = 1500
+
+
+def line() -> nn.Linear:
+    """A network whose answers to the unit vectors are its weights."""
+    return nn.Linear(5, 1, bias=False).double().eval()
+
+
+def states(way: np.ndarray = WAY) -> list[dict[str, Tensor]]:
+    return [{"weight": torch.tensor(row)[None]} for row in way]
+
+
+def drawn_weights(net: mt.Multitude, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+    with torch.no_grad():
+        return net(torch.eye(5, dtype=torch.float64), draws=draws, seed=seed)[..., 0].numpy()
+
+
+def assert_moments(weights: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> None:
+    """Equal to within five standard errors of normal samples."""
+    n, variance = len(weights), np.diag(covariance)
+    assert (np.abs(weights.mean(0) - mean) <= 5 * np.sqrt(variance / n) + 1e-12).all()
+    error = np.sqrt((np.outer(variance, variance) + covariance**2) / n)
+    assert (np.abs(np.cov(weights.T) - covariance) <= 5 * error + 1e-12).all()
+
+
+def trained_like(build: Callable[[], nn.Module], count: int = 4, seed: int = 0) -> tuple[nn.Module, list[dict]]:
+    """A network, and checkpoints of others of its kind, as if they lay on its way."""
+    torch.manual_seed(seed)
+    others = [build() for _ in range(count)]
+    return build().eval(), [other.state_dict() for other in others]
+
+
+def normed() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 4)).train()
+    with torch.no_grad():
+        net(torch.randn(20, 3) * 3 + 1)
+    return net
+
+
+CONVERSIONS: dict[str, Callable[..., mt.Multitude]] = {
+    "swag": swag,
+    "diagonal": lambda model, checkpoints, **o: subspace(model, "diagonal", checkpoints, **o),
+    "low_rank": lambda model, checkpoints, **o: subspace(model, "low_rank", checkpoints, rank=2, **o),
+    "random": lambda model, checkpoints, **o: subspace(model, "random", checkpoints, **o),
+    "dropout": lambda model, checkpoints, **o: subspace(model, "dropout", checkpoints, **o),
+}
+
+
+def by_hand(way: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of SWAG, as algorithm 1 of the paper collects them."""
+    mean, second, columns = np.zeros(5), np.zeros(5), []
+    for n, theta in enumerate(way):
+        mean = (n * mean + theta) / (n + 1)
+        second = (n * second + theta**2) / (n + 1)
+        columns.append(theta - mean)
+    d = np.array(columns[-rank:]).T
+    return mean, scale * (np.diag(second - mean**2) + d @ d.T / (rank - 1))
+
 
 # -- the formulas ------------------------------------------------------------------------------------------
 
@@ -45,7 +107,7 @@ def test_the_low_rank_gaussian_is_the_inverse_transform_of_a_pca(rank: int) -> N
     assert all(stats.kstest(column, "norm").pvalue > 1e-3 for column in z.T)
 
 
-def test_random_draws_lie_in_all_directions_and_at_all_distances_alike() -> None:
+def test_random_draws_have_uniform_directions_and_distances() -> None:
     net = subspace(line(), "random", states())
     steps = drawn_weights(net) - WAY[-1]
     distance = np.linalg.norm(steps, axis=1)
@@ -66,7 +128,7 @@ def test_dropout_zeroes_weights_of_the_optimum_and_keeps_their_mean() -> None:
     assert stats.binomtest(int((~kept).sum()), kept.size, 0.3).pvalue > 1e-3
 
 
-def test_each_draw_can_have_a_dropout_probability_of_its_own() -> None:
+def test_each_draw_can_have_its_own_dropout_probability() -> None:
     weights = drawn_weights(subspace(line(), "dropout", states(), p=(0.2, 0.6)))
     kept = [row != 0 for row in weights if row.any()]
     p = np.array([1 - (WAY[-1][k] / row[k])[0] for k, row in zip(kept, weights[weights.any(1)], strict=True)])
@@ -85,7 +147,7 @@ def test_swag_draws_have_the_mean_and_the_covariance_of_the_formula(rank: int, s
     np.testing.assert_allclose(factor.T @ factor + np.diag(std**2), covariance, atol=1e-12)
 
 
-def test_swag_counts_in_what_the_recorder_has_seen_and_let_go() -> None:
+def test_swag_uses_moments_of_checkpoints_that_the_recorder_dropped() -> None:
     model = line()
     recorder = Recorder(model, keep=3)
     for state in states():
@@ -100,7 +162,7 @@ def test_swag_counts_in_what_the_recorder_has_seen_and_let_go() -> None:
     np.testing.assert_allclose(kept.weight.detach()[0], WAY[-3:].mean(0))
 
 
-def test_draws_that_are_not_made_are_the_centre() -> None:
+def test_zero_draws_are_the_center() -> None:
     eye = torch.eye(5, dtype=torch.float64)
     for kind in ("random", "dropout", "diagonal", "low_rank"):
         net = subspace(line(), kind, states(), rank=2)
@@ -147,9 +209,9 @@ def test_draws_below_the_floor_are_rejected() -> None:
     assert stats.kstest(free.detach().numpy(), stats.norm(loc=0.5).cdf).pvalue > 1e-3
 
 
-def test_where_all_tries_fail_the_centre_is_taken_and_a_warning_says_so() -> None:
+def test_if_all_tries_fail_the_center_is_used_with_a_warning() -> None:
     net = subspace(Sign().eval(), "diagonal", AROUND_HALF, data=ONES, floor=1.0, tries=2)
-    with pytest.warns(UserWarning, match="no weights of accuracy 1 were found in 2 tries, so the centre was taken"):
+    with pytest.warns(UserWarning, match="no draw reached accuracy 1 in 2 tries, so the center is used"):
         weights = net(torch.ones(1, 1), draws=1000, seed=0)[:, 0, 1].detach()
     fallen_back = int((weights == 0.5).sum())
     assert stats.binomtest(fallen_back, 1000, stats.norm.cdf(-0.5) ** 2).pvalue > 1e-3
@@ -159,7 +221,7 @@ def test_where_all_tries_fail_the_centre_is_taken_and_a_warning_says_so() -> Non
 def test_a_floor_needs_labels_and_a_centre_above_it() -> None:
     with pytest.raises(ValueError, match=r"floor=0.8 needs data=\(x, y\) to measure the accuracy on"):
         subspace(Sign(), "random", floor=0.8)
-    with pytest.raises(ValueError, match="floor=0.8 is above the accuracy of the centre on data, 0.000"):
+    with pytest.raises(ValueError, match="floor=0.8 is above the accuracy of the center on data, 0.000"):
         subspace(Sign(-1.0), "random", floor=0.8, data=ONES)
     with pytest.raises(ValueError, match="accuracy needs classes as targets"):
         subspace(Sign(1.0), "random", floor=0.8, data=ONES[0])
@@ -186,7 +248,7 @@ def test_the_floor_is_measured_with_the_draws_own_statistics() -> None:
 # -- wrong input -------------------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_errors() -> None:
     model, few = line(), states()[:1]
     for wrong, sentence in (
         (lambda: subspace(model, "pca", few), "kind must be one of random, dropout, diagonal, low_rank, got 'pca'"),
@@ -210,10 +272,10 @@ def test_bad_arguments_are_named() -> None:
         (lambda: swa(model, states(WAY + np.inf)), r"checkpoints\[0\] holds NaN or infinite weights in 'weight'"),
         (lambda: swag(nn.ReLU(), [{}, {}]), "has no weights to draw"),
         (lambda: swag("model", states()), "model must be an nn.Module, or a function that builds one, got str"),
-        (lambda: swag(swag(model, states()), states()), "model draws its weights around a trajectory already"),
+        (lambda: swag(swag(model, states()), states()), "model already draws its weights around a trajectory"),
         (lambda: swag(mt.batch_ensemble(model, 2), states()), "model is a multitude of members already"),
         (lambda: swa(model, []), "checkpoints must be 1 or more, got 0"),
-        (lambda: mt.deep_ensemble(swag(model, states())), "cannot be initialised anew"),
+        (lambda: mt.deep_ensemble(swag(model, states())), "cannot be reset"),
         (lambda: swag(model, states()).networks(0), "draws must be a whole number, 1 or more, got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -91,7 +91,7 @@ def test_a_whole_stream_goes_through_predict() -> None:
     torch.testing.assert_close(p.probs[1:], (probs[1:] + probs[:-1]) / 2)
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_errors() -> None:
     for options in ({"frames": 0}, {"frames": 2.5}, {"decay": -1.0}, {"decay": float("nan")}):
         with pytest.raises(ValueError, match=next(iter(options))):
             mt.temporal(Echo(), **options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from multitudes.methods.smoothing import Smooth, head, smooth
 from multitudes.models.preact_resnet import PreactivationBottleneck
 from multitudes.models.resnet import BasicBlock, Bottleneck
 from multitudes.surgery.downsampling import LayerTrace, downsamplings
-from tests.methods.smoothing_networks import FOUR, STAGES, chain, noise, small_resnet
+from tests.zoo.feature_map_networks import FOUR, STAGES, chain, noise, small_resnet
 from tests.zoo.of_parts import Of
 
 M = mt.models

@@ -133,9 +133,9 @@ def test_a_frozen_layer_in_the_middle_keeps_what_it_reads_whole() -> None:
 def test_frozen_layers_are_not_patched_and_not_replaced_by_variances() -> None:
     model = frozen_first()
     assert type(mt.patched(model, 3, "norm+output", example=X).network.norm) is nn.BatchNorm1d
-    with pytest.raises(ValueError, match="layer 'first' is frozen, and its components would be other weights"):
+    with pytest.raises(ValueError, match="layer 'first' is frozen, but patching changes weights"):
         mt.patched(model, 3, ["first"])
-    with pytest.raises(ValueError, match="'first' is frozen, and a zero-centred layer has no place for its weights"):
+    with pytest.raises(ValueError, match="'first' is frozen, but a zero-centered layer cannot keep its weights"):
         mt.variance(model, ["first"], "zero")
     drawn = mt.variance(model, ["first"], "layer").network.first
     assert torch.equal(drawn.weight, model.first.weight)
@@ -146,11 +146,11 @@ def test_frozen_layers_are_not_patched_and_not_replaced_by_variances() -> None:
 def test_mimo_tells_of_a_frozen_first_layer_and_refuses_a_frozen_last_one() -> None:
     model = Net()
     model.first.requires_grad_(False)
-    with pytest.warns(UserWarning, match="layer 'first' is frozen, so it cannot learn to tell the inputs apart"):
+    with pytest.warns(UserWarning, match="layer 'first' is frozen, so it cannot learn to distinguish the inputs"):
         net = mt.mimo(model, 3, init="pretrained", example=X).eval()
     assert torch.equal(net.member(1).first.weight, model.first.weight)
     model.head.requires_grad_(False)
-    with pytest.raises(ValueError, match="output layer 'head' is frozen: all outputs would be the same for ever"):
+    with pytest.raises(ValueError, match="output layer 'head' is frozen, so all outputs would stay the same"):
         quietly(lambda: mt.mimo(model, 3, example=X))
 
 
@@ -268,14 +268,14 @@ SAME: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "masksembles": (
         lambda: mt.masksembles(Net(), 3, 1, init="pretrained", example=X),
-        "scale=1 shows all inputs to all members.*a larger one",
+        "scale=1 gives all members all inputs.*use a larger scale",
     ),
     "hardly masked": (
-        lambda: mt.masksembles(Net(), 3, 1.001, example=X), "scale=1.001 shows all inputs to all members",
+        lambda: mt.masksembles(Net(), 3, 1.001, example=X), "scale=1.001 gives all members all inputs",
     ),
     "mimo": (
         lambda: mt.mimo(Net(), 3, 1.0, init="pretrained", example=X),
-        "init='pretrained' keeps the weights.*init='heads'.*repetition is below 1",
+        "init='pretrained' keeps the weights.*init='heads'.*repetition below 1",
     ),
     "frozen": (
         lambda: mt.deep_ensemble(Net().requires_grad_(False), 3),

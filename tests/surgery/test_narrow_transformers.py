@@ -312,7 +312,7 @@ def test_a_packed_bert_has_the_parameters_of_one_but_for_its_tables() -> None:
     assert abs(encoders / parameters(model.bert.encoder) - 1) < 0.02
     tables = sum(parameters(member.embeddings) for member in members) / parameters(model.bert.embeddings)
     assert abs(tables / 2 - 1) < 0.02
-    assert "whose tables of embeddings are" in net.notes["total"]
+    assert "of which embedding tables are" in net.notes["total"]
 
 
 def test_models_of_texts_need_no_example() -> None:

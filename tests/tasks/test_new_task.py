@@ -122,7 +122,7 @@ def test_intervals_are_calibrated_by_the_default_score() -> None:
 
 def test_a_laplace_posterior_is_refused_without_a_likelihood() -> None:
     net = mt.Multitude(nn.Linear(3, 1)).like(networks())
-    with pytest.raises(ValueError, match="task 'counts' has no likelihood"):
+    with pytest.raises(ValueError, match="task 'counts' has none"):
         mt.laplace(net, (X, Y))
 
 

@@ -1,7 +1,6 @@
-"""The layers and networks that the methods put into a network, for building with them by hand and for `isinstance`.
+"""Layers and multitudes of the methods, re-exported for building networks by hand and for `isinstance`.
 
-Imports `methods`, and declares nothing: each class is that of its method's own file. A newcomer adds a name here when
-users need it.
+Imports `methods`, where each class is defined in its method's file.
 """
 
 from multitudes.methods.patching import Patched

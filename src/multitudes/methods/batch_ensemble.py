@@ -1,4 +1,4 @@
-"""BatchEnsemble: one shared weight, and rank-one factors for each member.
+"""BatchEnsemble: members share each weight and have rank-one factors of their own.
 
 Wen, Tran and Ba, *BatchEnsemble: an alternative approach to efficient ensemble and lifelong learning*, 2020.
 Member i has the weight `W_i = W * (s_i r_i^T)`, so its layer computes
@@ -35,9 +35,9 @@ from multitudes.surgery.select import Factory, Selector, select
 
 
 class RankOne(AffineMemberLayer):
-    """A layer shared by all members, with factors on the inputs (`r [M, I]`) and outputs (`s [M, O]`) of each map.
+    """A shared layer with factors per member on the inputs (`r [M, I]`) and outputs (`s [M, O]`) of each affine map.
 
-    With `sides="inputs"` there is no `s`, and members share the biases.
+    With `sides="inputs"` there are no output factors, and members share the biases.
     """
 
     def __init__(self, layer: nn.Module, members: int, sides: str = "both") -> None:
@@ -76,10 +76,7 @@ class RankOne(AffineMemberLayer):
 
 @dataclass(frozen=True)
 class Factors:
-    """Distribution of the factors: N(`center`, `spread`) or random signs, for all layers or the first one's inputs.
-
-    `chunks` are widths of parts of the first layer's inputs. Each part has one number.
-    """
+    """Distribution of the factors; the fields are arguments of `batch_ensemble`."""
 
     kind: str
     spread: float
@@ -94,8 +91,7 @@ class Factors:
         check_number("center", self.center, -math.inf)
         if self.kind == "normal" and self.spread == 0 and members > 1:
             raise ValueError(
-                f"spread={self.spread!r} gives all members the same factors, so they would be one network for ever: a "
-                "larger one tells them apart"
+                f"spread={self.spread!r} gives all members the same factors, so they stay identical: use a larger one"
             )
 
     def draw(self, layers: Sequence[RankOne], first_kept: bool) -> None:
@@ -106,15 +102,15 @@ class Factors:
                     continue
                 own = factor.data[1:] if first_kept else factor.data
                 chunks = self.chunks if number == place == 0 else None
-                own.copy_(self._drawn(own) if chunks is None else self._by_chunks(own, chunks))
+                own.copy_(self._samples(own) if chunks is None else self._chunk_samples(own, chunks))
 
-    def _by_chunks(self, like: Tensor, chunks: Sequence[int]) -> Tensor:
+    def _chunk_samples(self, like: Tensor, chunks: Sequence[int]) -> Tensor:
         if sum(chunks) != like.shape[1]:
             raise ValueError(f"chunks must add up to {like.shape[1]}, the first layer's inputs, got {sum(chunks)}")
-        drawn = self._drawn(like.new_empty(len(like), len(chunks)))
-        return drawn.repeat_interleave(torch.tensor(list(chunks), device=like.device), 1)
+        samples = self._samples(like.new_empty(len(like), len(chunks)))
+        return samples.repeat_interleave(torch.tensor(list(chunks), device=like.device), 1)
 
-    def _drawn(self, like: Tensor) -> Tensor:
+    def _samples(self, like: Tensor) -> Tensor:
         if self.kind == "normal":
             return torch.empty_like(like).normal_(self.center, self.spread)
         return torch.empty_like(like).bernoulli_(0.5).mul_(2).sub_(1)
@@ -138,50 +134,64 @@ def batch_ensemble(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """Convert a network to a BatchEnsemble: its convolutions and linear layers get factors and a bias per member.
+    """Convert a network to a BatchEnsemble (Wen et al., 2020), in which members share almost all weights.
 
-    The factors are drawn from N(`center`, `spread`) (`factors="normal"`) or are random signs (`"sign"`). With a
-    pretrained network, member 0 starts exactly as that network and the others start close to it. `spread` defaults to
-    0.5 for fresh networks and 0.1 for pretrained ones. `layers` selects the layers. `model`, `init` and `heads` work as
-    in `deep_ensemble`, on the shared weights: frozen weights stay frozen, with factors around them.
+    Each convolution and linear layer gets factors and a bias per member: `y = W (x * r_i) * s_i + b_i`. Of a pretrained
+    network, member 0 starts exactly as the network, and the others start close to it.
 
-    With `random="first"` only the factors on the first layer's inputs are drawn, and all others start at one (Gorishniy
-    et al., *TabM*, 2025). `chunks` are widths of parts of these inputs, such as embeddings; each part has one number.
-    `sides="inputs"` leaves out the output factors and the members' biases. `own` selects layers that each member has
-    for itself, with all weights: `own=["fc"]` gives each member an output layer. With `rows="own"` each member trains
-    on its own part of the batch: `net.loss` is the mean over members of the loss on their parts, in little more than
-    the time of one network. Parts have equal size; if the batch does not divide evenly, some rows go to two members.
+    Args:
+        model: The network, or a function that builds one. It is not changed. Frozen weights stay frozen; the factors
+            around them are trained.
+        members: Number of members.
+        factors: Distribution of the factors: `"normal"`, N(`center`, `spread`), or `"sign"`, random signs.
+        spread: Standard deviation of the factors, by default 0.5 in fresh and 0.1 in pretrained networks.
+        center: Mean of the factors.
+        random: Factors that start random: `"all"`, or `"first"` for those on the first layer's inputs only (as in
+            Gorishniy et al., *TabM*, 2025). The others start at one.
+        chunks: Widths of parts of the first layer's inputs, such as embeddings. Each part has one random factor.
+        sides: `"both"`, or `"inputs"` for no output factors and shared biases.
+        own: Selects layers that each member has with all weights: `own=["fc"]` gives each an output layer.
+        rows: `"shared"`, or `"own"` to train each member on its own part of the batch, in little more than the time of
+            one network. Parts have equal size; if the batch does not divide evenly, some rows go to two members.
+        layers: Selects the converted layers.
+        init: Where the shared weights start: `"fresh"`, `"heads"` or `"pretrained"`, as in `deep_ensemble`.
+        heads: Selects the output layers that `init="heads"` resets.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights and factors.
 
-    >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
-    >>> net(torch.ones(5, 3)).shape
-    torch.Size([4, 5, 2])
+    Returns:
+        A multitude with predictions `[M, B, ...]`.
+
+    Example:
+        >>> net = batch_ensemble(nn.Linear(3, 2), members=4)
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([4, 5, 2])
     """
     start = Start(model, members, init, heads, seed=seed)
     model = start.network
     check_choice("sides", sides, ("both", "inputs"))
     check_choice("rows", rows, ("shared", "own"))
-    drawn = Factors(factors, (0.5 if start.fresh else 0.1) if spread is None else spread, center, random, chunks)
-    drawn.check(members)
-    apart = {} if own is None else select(model, own, affine_layers(model), "own")
-    chosen = {name: layer for name, layer in select_affine(model, layers).items() if name not in apart}
+    distribution = Factors(factors, (0.5 if start.fresh else 0.1) if spread is None else spread, center, random, chunks)
+    distribution.check(members)
+    whole = {} if own is None else select(model, own, affine_layers(model), "own")
+    chosen = [name for name in select_affine(model, layers) if name not in whole]
     with start.seeded():
         model = start.initialize(copied(model))
-        converted: dict[str, MemberLayer] = {}
-        for name in chosen:
-            converted[name] = RankOne(model.get_submodule(name), members, sides)
-        for name in apart:
+        shared = {name: RankOne(model.get_submodule(name), members, sides) for name in chosen}
+        converted: dict[str, MemberLayer] = {**shared}
+        for name in whole:
             layer = model.get_submodule(name)
             if kind_of(layer) in SEVERAL:
                 kind = type(layer).__name__
                 raise ValueError(
                     f"own: layer {name!r} ({kind}) has several maps; own= is for linear layers and convolutions"
                 )
-            anew = start.fresh or (start.mode == "heads" and name in start.heads)
+            reset = start.fresh or (start.mode == "heads" and name in start.heads)
             with evaluating(layer):
-                converted[name] = Own([reinitialize(copied(layer)) if anew else copied(layer) for _ in range(members)])
-        drawn.draw([layer for layer in converted.values() if isinstance(layer, RankOne)], not start.fresh)
+                converted[name] = Own([reinitialize(copied(layer)) if reset else copied(layer) for _ in range(members)])
+        distribution.draw(list(shared.values()), not start.fresh)
     net = make_shared_members(SharedMembers, start, model, converted, members, rows, task)
-    notes = {name: "each member's own" if name in apart else "a rank-one factor for each member" for name in converted}
+    notes = dict.fromkeys(shared, "a rank-one factor for each member") | dict.fromkeys(whole, "each member's own")
     net.notes = start.summary_notes(notes)
     note_reach(net, model, converted, warn=layers is None)
     return net
@@ -190,8 +200,8 @@ def batch_ensemble(
 ROWS = (
     Method(
         "batch_ensemble", by(batch_ensemble), {"members": 4, "factors": "normal", "spread": None},
-        "The parameters of one network and two vectors a layer for each member; the time of all members.",
-        "Pick it when parameters are scarce and time is not.",
+        "Parameters of one network, plus two vectors per layer and member. Time of all members.",
+        "Pick it if memory for parameters is scarce but time is not.",
         place=30,
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The methods' rows as plain values, parsed from the source files without importing them.
+"""The rows of the methods as plain values, parsed from the source files, so listing them does not import torch.
 
-So listing the methods does not import torch. `registry` documents the fields of a row.
+`registry.py` documents the fields of a row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from multitudes import methods
 
 
 @dataclass(frozen=True)
-class Listed:
-    """Name, settings with defaults, cost, advice and place of a method."""
+class ListedMethod:
+    """Name, settings with defaults, costs, advice and place of a method."""
 
     name: str
     settings: Mapping[str, Any]
@@ -25,10 +25,10 @@ class Listed:
     place: int
 
 
-def listed() -> list[Listed]:
+def list_methods() -> list[ListedMethod]:
     """Return all methods in order.
 
-    >>> [(each.name, dict(each.settings)) for each in listed()[:2]]
+    >>> [(each.name, dict(each.settings)) for each in list_methods()[:2]]
     [('single', {}), ('deep', {'members': 4})]
     """
     files = [path for folder in methods.__path__ for path in sorted(Path(folder).rglob("*.py"))]
@@ -36,12 +36,12 @@ def listed() -> list[Listed]:
     return sorted(rows, key=lambda row: (row.place, row.name))
 
 
-def _row(name: str, build: Any, settings: Any, costs: str, pick: str, place: int = 1000, **rest: Any) -> Listed:
-    return Listed(name, settings, costs, pick, place)
+def _row(name: str, build: Any, settings: Any, costs: str, pick: str, place: int = 1000, **rest: Any) -> ListedMethod:
+    return ListedMethod(name, settings, costs, pick, place)
 
 
 class _File(dict[str, Any]):
-    """Names that a file's rows use: its constants, other files, and stand-ins for functions."""
+    """Names that the rows of a file use: its constants, other files, and placeholders for functions."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(Method=_row)
@@ -50,7 +50,7 @@ class _File(dict[str, Any]):
         assigned = [(each.targets[0], each.value) for each in body if isinstance(each, ast.Assign)]
         self.constants = {name.id: value for name, value in assigned if isinstance(name, ast.Name)}
 
-    def rows(self) -> tuple[Listed, ...]:
+    def rows(self) -> tuple[ListedMethod, ...]:
         return self["ROWS"] if "ROWS" in self.constants else ()
 
     def __missing__(self, name: str) -> Any:

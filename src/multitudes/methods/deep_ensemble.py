@@ -1,4 +1,4 @@
-"""Deep ensembles: independently initialised networks, trained together.
+"""Deep ensembles: independently initialized networks, trained together.
 
 Lakshminarayanan, Pritzel and Blundell, *Simple and scalable predictive uncertainty estimation using deep
 ensembles*, 2017. The predictive distribution is the mean over members,
@@ -31,28 +31,39 @@ def deep_ensemble(
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
-    """Return an ensemble of `members` networks like `model`, which is not changed.
+    """Build a deep ensemble (Lakshminarayanan et al., 2017): independent networks that differ by their random start.
 
-    If `model` is a function that builds a network, it is called for each member. For a given network, `init` decides:
+    The predictive distribution is the mean over members, `p(y | x) = 1/M sum_m p(y | x, theta_m)`.
 
-    - `"fresh"` (default): reset every layer by its own rule;
-    - `"heads"`: keep the weights, reset the output layers (or those that `heads` selects), to fine-tune a pretrained
-      network;
-    - `"pretrained"`: keep all weights. Then `perturb` must be positive: members that start equal and train on the same
-      batches stay equal, unless the network has layers that draw (see `Stochastic`). Torch's dropout is not enough.
+    Args:
+        model: The network, which is not changed, or a function that builds one and is called for each member. Frozen
+            parameters keep their values.
+        members: Number of members.
+        init: Where the members start, if `model` is a network:
 
-    `perturb` adds normal noise of `perturb` times each parameter's own standard deviation. Frozen parameters keep their
-    values. The same `seed` gives the same members; without a seed, torch's global generator is used.
+            - `"fresh"` (default): every layer is reset by its own rule.
+            - `"heads"`: only the output layers are reset, to fine-tune a pretrained network.
+            - `"pretrained"`: nothing is reset. `perturb` must then be positive unless the network has layers that draw
+              (see `Stochastic`; torch's dropout is not one): members that start equal and train on the same batches
+              stay equal.
+        heads: Selects the output layers that `init="heads"` resets; by default they are found.
+        perturb: Standard deviation of normal noise on the weights, relative to that of each parameter.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights; by default torch's global generator is used.
 
-    >>> net = deep_ensemble(nn.Linear(3, 2), members=4, seed=0)
-    >>> net(torch.ones(5, 3)).shape
-    torch.Size([4, 5, 2])
+    Returns:
+        An ensemble with predictions `[M, B, ...]`.
+
+    Example:
+        >>> net = deep_ensemble(nn.Linear(3, 2), members=4, seed=0)
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([4, 5, 2])
     """
     start = Start(model, members, init, heads, seed=seed, nested=True)
     check_number("perturb", perturb, 0)
     if start.fresh and perturb:
         raise ValueError(f"perturb={perturb!r} needs init='pretrained' or 'heads'; fresh members differ anyway")
-    ways_out = "init='heads' draws the output layers anew, or perturb=0.01 moves all weights"
+    ways_out = "init='heads' resets the output layers, or perturb=0.01 moves all weights"
 
     def networks() -> Iterator[nn.Module]:
         for _ in range(members):
@@ -71,14 +82,14 @@ def deep_ensemble(
 ROWS = (
     Method(
         "single", single, {},
-        "One network: the reference for all costs.",
-        "Pick it when one prediction is enough; everything here is compared with it.",
+        "One network, the reference for the costs of all methods.",
+        "Pick it if one prediction is enough. All methods are compared with it.",
         place=0,
     ),
     Method(
         "deep", by(deep_ensemble), {"members": 4},
-        "As many networks as there are members, to train, to keep and to run.",
-        "Pick it when you can pay for it, or need a reference: usually the best scores.",
+        "Training, storage and inference of one network per member.",
+        "Pick it if you can afford it or need a reference. It usually has the best scores.",
         place=10,
     ),
 )  # fmt: skip

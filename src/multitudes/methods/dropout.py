@@ -75,7 +75,7 @@ class Dropout(Stochastic):
 
 
 class DropConnect(Stochastic):
-    """A layer whose weights are zeroed with probability `p`, anew in each draw."""
+    """A layer whose weights are zeroed with probability `p` in each draw."""
 
     noise = "weights"
     weight: Tensor
@@ -84,8 +84,8 @@ class DropConnect(Stochastic):
 
     @staticmethod
     def of(layer: nn.Module, p: float) -> DropConnect:
-        """Convert a layer. Torch's own layers keep their settings, weights and parameter names; others are wrapped."""
-        kind = CONNECTED.get(type(layer))
+        """Convert a layer. Torch's layers keep their settings, weights and parameter names; others are wrapped."""
+        kind = DROP_CONNECTS.get(type(layer))
         if kind is None or is_computed(layer):
             return DropConnectWrapped(copied(layer), p)
         connected = kind.__new__(kind)
@@ -93,18 +93,18 @@ class DropConnect(Stochastic):
         connected.p = p
         return connected
 
-    def connected(self, weight: Tensor) -> Tensor:
-        """Return this draw's weights: each is 0 with probability p, else divided by 1 - p."""
+    def drop(self, weight: Tensor) -> Tensor:
+        """Draw weights: each is 0 with probability p, else divided by 1 - p."""
         if self.expects or self.p == 0:
             return weight
         kept = self.uniform(weight.shape, like=weight) >= self.p
         return weight * (kept.to(weight.dtype) / (1 - self.p))
 
     def forward(self, x: Tensor) -> Any:
-        return product(self, x, self.connected(self.weight), self.bias)
+        return product(self, x, self.drop(self.weight), self.bias)
 
     def fold(self) -> nn.Module:
-        return plain_layer(product_kind(self), self, self.connected(self.weight), self.bias, omit=("p",))
+        return plain_layer(product_kind(self), self, self.drop(self.weight), self.bias, omit=("p",))
 
 
 class DropConnectLinear(DropConnect, nn.Linear):
@@ -124,7 +124,7 @@ class DropConnectConv3d(DropConnect, nn.Conv3d):
 
 
 class DropConnectWrapped(DropConnect):
-    """Wrapper for all other layers of affine maps (attention, recurrent, user classes) that drops their weights."""
+    """Wrapper that drops the weights of other layers with affine maps: attention, recurrent and user classes."""
 
     wraps = "layer"
 
@@ -145,8 +145,8 @@ class DropConnectWrapped(DropConnect):
     def _tensors(self) -> dict[str, Tensor]:
         """Return this draw's weights by name."""
         if not self.several:
-            return {"weight": self.connected(weight_of(self.layer))}
-        return {name: self.connected(self.layer.get_parameter(name)) for name, *_ in self.maps}
+            return {"weight": self.drop(weight_of(self.layer))}
+        return {name: self.drop(self.layer.get_parameter(name)) for name, *_ in self.maps}
 
     def fold(self) -> nn.Module:
         with evaluating(self.layer):
@@ -169,7 +169,7 @@ class DropConnectWrapped(DropConnect):
         return f"p={self.p}"
 
 
-CONNECTED: dict[type[nn.Module], type[DropConnect]] = {
+DROP_CONNECTS: dict[type[nn.Module], type[DropConnect]] = {
     nn.Linear: DropConnectLinear,
     nn.Conv1d: DropConnectConv1d,
     nn.Conv2d: DropConnectConv2d,
@@ -204,21 +204,32 @@ def mc_dropout(
     example: Input | None = None,
     task: str | None = None,
 ) -> Multitude:
-    """Return a copy of `model` whose dropout stays on in evaluation, with rate `p` or each layer's own rate.
+    """Keep dropout on in evaluation, or insert it (Gal and Ghahramani, 2016): each draw has its own masks.
 
-    By default all dropout stays on: dropout layers, and what modules draw in their code only in training (`F.dropout`,
-    attention's `dropout_p`, masks from `torch.rand`). One run in training mode and one in evaluation mode find the
-    latter, on `example` or else on the first input. If `layers` selects dropout layers, only these stay on. If it
-    selects other layers, new dropout of rate `p` is inserted before each (after each, for activations), and existing
-    dropout stays on too. Three words select usual places: `"block"`, before the last convolution of each residual
-    block; `"activation"`, after every activation; `"norm"`, before every normalisation. `example` is one batch of
-    inputs; without it, usual sizes are tried.
+    Drawn activations are `x * z / (1 - p)` with `z ~ Bernoulli(1 - p)`. By default all dropout stays on: dropout layers
+    and random code that runs in training only (`F.dropout`, attention's `dropout_p`, masks from `torch.rand`). Such
+    code is found by a run in training mode and one in evaluation mode.
 
-    >>> import torch
-    >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
-    >>> net(torch.ones(5, 3), draws=7).shape
-    torch.Size([7, 5, 2])
-    >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, layers="activation")
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        p: Dropout rate; by default each layer keeps its own. Required for inserted dropout.
+        layers: If it selects dropout layers, only these stay on. If it selects other layers, dropout is inserted before
+            each (after each, for activations), and existing dropout stays on too. Three words select usual places:
+            `"block"`, before the last convolution of each residual block; `"activation"`, after every activation;
+            `"norm"`, before every normalization.
+        example: One batch of inputs, to find blocks and random code with. By default noise of the usual sizes is
+            tried, and random code is found on the first input.
+        task: Task of the predictions, if it cannot be inferred.
+
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`.
+
+    Example:
+        >>> import torch
+        >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
+        >>> net(torch.ones(5, 3), draws=7).shape
+        torch.Size([7, 5, 2])
+        >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3, layers="activation")
     """
     model = build_network(model)
     network = check_model(model)
@@ -254,10 +265,10 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
     if layers and (p is not None or any(not isinstance(layer, Dropout) or layer.p for layer in layers)):
         return
     if existing:
-        raise ValueError("p must be given: the model's dropout layers have rate 0, so nothing would be drawn")
-    look = "; example=, one batch of inputs, shows dropout in its own code" if to_be_kept(net.network) else ""
+        raise ValueError("p must be given, since the model's dropout layers have rate 0")
+    look = "; pass one batch of inputs as example= to find dropout in its code" if to_be_kept(net.network) else ""
     raise ValueError(
-        f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= says where to insert some: "
+        f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= selects where to insert some: "
         f"{', '.join(map(repr, PLACES))}, or any of its layers{look}"
     )
 
@@ -265,10 +276,10 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
 def _chosen(network: nn.Module, layers: Selector, example: Input | None) -> dict[str, Any]:
     """Return the dropout layers that stay on, or the layers before or after which dropout is inserted."""
     if layers == "block":
-        found = _last_convolutions(network, example_for(network, example))
-        if not found:
+        names = _last_convolutions(network, example_for(network, example))
+        if not names:
             raise ValueError(f"layers='block': model ({type(network).__name__}) has no residual block of convolutions")
-        return {name: network.get_submodule(name) for name in found}
+        return {name: network.get_submodule(name) for name in names}
     if layers in ("activation", "norm"):
         return select(network, None, ACTIVATIONS if layers == "activation" else NORMS)
     chosen = select(network, layers, tuple({type(module) for name, module in network.named_modules() if name}))
@@ -305,14 +316,22 @@ def _last_convolutions(network: nn.Module, example: Input) -> list[str]:
 def drop_connect(
     model: nn.Module | Factory, p: float, layers: Selector = None, *, task: str | None = None
 ) -> Multitude:
-    """Return a copy of `model` whose weights are dropped with probability `p`, anew in each draw.
+    """Drop weights in each draw, `W * z / (1 - p)` with `z ~ Bernoulli(1 - p)` (Wan et al., 2013).
 
-    `layers` selects the layers; the default is all with a weight matrix or kernel. Biases are not dropped.
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        p: Probability that a weight is zero. Biases are not dropped.
+        layers: Selects the layers; by default all with a weight matrix or kernel.
+        task: Task of the predictions, if it cannot be inferred.
 
-    >>> import torch
-    >>> net = drop_connect(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3).eval()
-    >>> net(torch.ones(5, 3), draws=7).shape
-    torch.Size([7, 5, 2])
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`.
+
+    Example:
+        >>> import torch
+        >>> net = drop_connect(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), p=0.3).eval()
+        >>> net(torch.ones(5, 3), draws=7).shape
+        torch.Size([7, 5, 2])
     """
     model = build_network(model)
     network = check_model(model)
@@ -328,7 +347,7 @@ def drop_connect(
 # -- for studies -------------------------------------------------------------------------------------------
 
 
-def kept_on_or_inserted(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
+def build_mc_dropout(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
     """Keep existing dropout on. If there is none, insert it in the residual blocks, or else after activations."""
     p, layers = settings["p"], settings["layers"]
     if layers is None:
@@ -346,15 +365,15 @@ def kept_on_or_inserted(network: nn.Module, example: Tensor, settings: Settings,
 SETTINGS = {"p": None, "layers": None}
 ROWS = (
     Method(
-        "mc_dropout", kept_on_or_inserted, SETTINGS,
-        "One network to train; a forward a draw from the first dropout layer on.",
-        "Pick it when you have a network with dropout, today.",
+        "mc_dropout", build_mc_dropout, SETTINGS,
+        "Training of one network. One forward per draw, from the first dropout layer on.",
+        "Pick it if you already have a network with dropout.",
         place=60,
     ),
     Method(
         "drop_connect", by(drop_connect), {"p": 0.1},
-        "One network to train; a forward a draw.",
-        "Pick it when there is no good place for dropout.",
+        "Training of one network. One forward per draw.",
+        "Pick it if the network has no good place for dropout.",
         place=70,
     ),
 )  # fmt: skip

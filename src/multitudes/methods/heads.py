@@ -1,6 +1,6 @@
 """Many heads on one trunk: each member has its own output layers and shares all layers before them.
 
-Lee et al., *Why M heads are better than one: training a diverse ensemble of deep networks*, 2015. Member i's network is
+Lee et al., *Why M heads are better than one: training a diverse ensemble of deep networks*, 2015. Member i is
 `h_i(t(x))`: the trunk t runs once for all members, in training and evaluation; each head h_i is drawn independently.
 """
 
@@ -37,22 +37,32 @@ def heads(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """Give each member its own output layers on a shared trunk, in about the time of one network (Lee et al.).
+    """Give each member its own output layers on a shared trunk (Lee et al., 2015), in about the time of one network.
 
-    The output layers are found by running the network on `example`; for a Hugging Face model they are those outside
-    its base model. `layers` selects others, whole blocks too. `from_layer` selects all layers from that one on, in
-    execution order on `example`. Norms in a selected block, with their statistics, are each member's own. Parameters
-    held directly by a shared module, such as class tokens, stay shared.
+    Member i is `h_i(t(x))`. The trunk t keeps its weights, and the heads h_i are reset. The loss is the mean over
+    members. If the whole trunk is frozen, it is their sum, so each member learns exactly as it would alone. In
+    training, dropout before the heads has one mask for all members.
 
-    The trunk keeps its weights, and each member's layers are reset by their own rules. `init="fresh"` resets the trunk
-    too; `init="pretrained"` resets nothing, which is for one member. Frozen parameters stay frozen. The loss is the
-    mean over members. If the whole trunk is frozen, it is their sum, and each member learns exactly as it would alone.
-    In training, dropout before the heads has one mask for all members. With `rows="own"` each member trains on its own
-    part of the batch, as in `batch_ensemble`.
+    Args:
+        model: The network, or a function that builds one. It is not changed. Frozen parameters stay frozen.
+        members: Number of members.
+        layers: Selects the layers or whole blocks that each member gets, with norms and their statistics. By default
+            these are the output layers, found by a run on `example`, or the layers outside a Hugging Face base model.
+            Parameters that belong directly to a shared module, such as class tokens, stay shared.
+        from_layer: Name of a layer: it and all layers that run after it on `example` are each member's own.
+        rows: `"shared"`, or `"own"` to train each member on its own part of the batch, as in `batch_ensemble`.
+        example: One batch of inputs to run; by default noise of the usual sizes is tried.
+        init: None resets the heads only, `"fresh"` the trunk too, `"pretrained"` nothing (for one member).
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights.
 
-    >>> net = heads(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=8)
-    >>> net(torch.ones(5, 3)).shape
-    torch.Size([8, 5, 2])
+    Returns:
+        A multitude with predictions `[M, B, ...]`.
+
+    Example:
+        >>> net = heads(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=8)
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([8, 5, 2])
     """
     check_choice("rows", rows, ("shared", "own"))
     start = Start(model, members, init, example=example, seed=seed)
@@ -66,14 +76,14 @@ def heads(
     same = members > 1 and all(torch.equal(stack[0], stack[1]) for stack in own)
     if same and not stochastic_layers(network):
         raise ValueError(
-            start.same_network_error("init=None draws each member's layers anew")
+            start.same_network_error("init=None resets each member's layers")
             if init == "pretrained"
-            else f"no rule draws {_listed(names)} anew, so all members would be the same network, and stay so: layers= "
-            "selects others"
+            else f"no rule resets {_listed(names)}, so all members would stay the same network: select other layers "
+            "with layers="
         )
     net = make_shared_members(SharedMembers, start, network, converted, members, rows, task)
     net.own_losses = True
-    notes = dict.fromkeys(names, "each member's own" if init == "pretrained" else "each member's own, drawn anew")
+    notes = dict.fromkeys(names, "each member's own" if init == "pretrained" else "each member's own, reset")
     net.notes = start.summary_notes(notes) if init == "fresh" else notes
     return net
 
@@ -84,7 +94,7 @@ def heads(
 def _chosen(network: nn.Module, layers: Selector, from_layer: str | None, example: Input | None) -> list[str]:
     """Return the names of the members' own layers and blocks, none inside another."""
     if layers is not None and from_layer is not None:
-        raise ValueError(f"layers={layers!r} and from_layer={from_layer!r} say the same thing: give one of them")
+        raise ValueError(f"layers={layers!r} and from_layer={from_layer!r} exclude each other: pass one of them")
     if from_layer is not None:
         return _from_on(network, from_layer, example)
     try:
@@ -102,7 +112,7 @@ def _from_on(network: nn.Module, from_layer: str, example: Input | None) -> list
         raise ValueError(f"from_layer: no layer is named {from_layer!r}; there are: {there}")
     calls = call_order(network, example_for(network, example))
     if from_layer not in calls:
-        raise ValueError(f"from_layer={from_layer!r} never runs, on the example at least")
+        raise ValueError(f"from_layer={from_layer!r} does not run on the example")
     begin = calls.index(from_layer)
     before, after = set(calls[:begin]), set(calls[begin:])
     names: list[str] = []
@@ -117,26 +127,24 @@ def _from_on(network: nn.Module, from_layer: str, example: Input | None) -> list
                     walk(path)
         elif name in after and any(True for _ in [*module.parameters(), *module.buffers()]):
             if name in before:
-                raise ValueError(f"layer {name!r} runs before from_layer={from_layer!r} and after, so it is shared")
+                raise ValueError(f"layer {name!r} runs both before and after from_layer={from_layer!r}")
             names.append(name)
 
     walk("")
     if not any(p.requires_grad for name in names for p in modules[name].parameters()):
-        raise ValueError(
-            f"from_layer={from_layer!r}: {_listed(names)} must have weights that are trained, and have none"
-        )
+        raise ValueError(f"from_layer={from_layer!r}: {_listed(names)} must have trainable weights, but have none")
     return names
 
 
 def _listed(names: Collection[str]) -> str:
-    return ", ".join(map(repr, names)) or "what runs from there on"
+    return ", ".join(map(repr, names)) or "the layers from there on"
 
 
 ROWS = (
     Method(
         "heads", by(heads), {"members": 8},
-        "Little more than one network: the output layer of each member.",
-        "Pick it when the time of one forward is all there is, or the trunk is somebody else's.",
+        "One network, plus one output layer per member.",
+        "Pick it if inference may take no longer than one forward, or the trunk must not change.",
         place=25,
     ),
 )  # fmt: skip

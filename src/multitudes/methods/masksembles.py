@@ -5,8 +5,8 @@ drawn over `K * scale` positions. Positions that no mask uses are dropped. In ex
 
     C = K * scale * (1 - (1 - 1/scale)^N)
 
-channels. Here C is the layer's width, so K follows from it. To match C exactly, single ones are moved; this replaces
-drawing again until the count fits.
+channels. Here C is the layer's width, so K follows from it. The paper draws again until exactly C channels are used;
+here single ones are moved instead.
 """
 
 from __future__ import annotations
@@ -31,55 +31,54 @@ from multitudes.surgery.select import Factory, Selector
 
 
 def masks(channels: int, members: int, scale: float, generator: torch.Generator | None = None) -> Tensor:
-    """Draw `[M, C]` masks of zeros and ones, with equally many ones in each; every channel is used by some member.
+    """Draw masks `[M, C]` of zeros and ones. Each member has equally many ones, and each channel has at least one.
 
-    With `scale=1` all members use all channels. Larger scales share less.
+    With `scale=1` all members use all channels. With larger scales they share fewer.
 
     >>> torch.manual_seed(0).seed() and None
-    >>> drawn = masks(64, members=4, scale=2.0)
-    >>> drawn.shape, drawn.sum(1).unique().numel(), bool(drawn.any(0).all())
+    >>> mask = masks(64, members=4, scale=2.0)
+    >>> mask.shape, mask.sum(1).unique().numel(), bool(mask.any(0).all())
     (torch.Size([4, 64]), 1, True)
     """
     expected = scale * (1 - (1 - 1 / scale) ** members)
     ones = min(channels, max(round(channels / expected), -(-channels // members)))
     positions = max(channels, round(ones * scale))
     order = torch.rand(members, positions, generator=generator).argsort(1)
-    drawn = torch.zeros(members, positions).scatter_(1, order[:, :ones], 1.0)
-    return _settle(drawn[:, drawn.any(0)], channels, generator)
+    mask = torch.zeros(members, positions).scatter_(1, order[:, :ones], 1.0)
+    return _fit_width(mask[:, mask.any(0)], channels, generator)
 
 
-def _settle(drawn: Tensor, channels: int, generator: torch.Generator | None) -> Tensor:
+def _fit_width(mask: Tensor, channels: int, generator: torch.Generator | None) -> Tensor:
     """Move single ones until exactly `channels` positions are used."""
 
     def pick(candidates: Tensor) -> int:
         index = torch.randint(len(candidates), (), generator=generator)
         return int(candidates[index])
 
-    while drawn.shape[1] < channels:  # move a one from a shared position to a new one
-        position = pick((drawn.sum(0) > 1).nonzero()[:, 0])
-        member = pick(drawn[:, position].nonzero()[:, 0])
-        drawn[member, position] = 0.0
-        alone = torch.zeros(len(drawn), 1)
-        alone[member] = 1.0
-        drawn = torch.cat([drawn, alone], 1)
-    while drawn.shape[1] > channels:  # remove the position with the fewest ones; its members get a one elsewhere
-        position = int(drawn.sum(0).argmin())
-        owners = drawn[:, position].nonzero()[:, 0]
-        drawn = torch.cat([drawn[:, :position], drawn[:, position + 1 :]], 1)
+    while mask.shape[1] < channels:  # move a one from a shared position to a new one
+        position = pick((mask.sum(0) > 1).nonzero()[:, 0])
+        member = pick(mask[:, position].nonzero()[:, 0])
+        mask[member, position] = 0.0
+        mask = torch.cat([mask, torch.zeros(len(mask), 1)], 1)
+        mask[member, -1] = 1.0
+    while mask.shape[1] > channels:  # remove the position with the fewest ones; its members get a one elsewhere
+        position = int(mask.sum(0).argmin())
+        owners = mask[:, position].nonzero()[:, 0]
+        mask = torch.cat([mask[:, :position], mask[:, position + 1 :]], 1)
         for member in owners:
-            drawn[member, pick((drawn[member] == 0).nonzero()[:, 0])] = 1.0
-    return drawn[:, torch.randperm(channels, generator=generator)]
+            mask[member, pick((mask[member] == 0).nonzero()[:, 0])] = 1.0
+    return mask[:, torch.randperm(channels, generator=generator)]
 
 
 class Masked(AffineMemberLayer):
-    """A shared layer behind masks `[M, C]` on the input channels of each map."""
+    """A shared layer with masks `[M, C]` on the input channels of each affine map."""
 
-    def __init__(self, layer: nn.Module, *drawn: Tensor) -> None:
-        super().__init__(layer, len(drawn[0]))
-        self.ones = int(drawn[0][0].sum())
+    def __init__(self, layer: nn.Module, *mask: Tensor) -> None:
+        super().__init__(layer, len(mask[0]))
+        self.ones = int(mask[0][0].sum())
         self.scale = 1.0  # factor on the shared weight
         like = next(layer.parameters()).detach()
-        for affine, own in zip(self.affine_maps(), drawn, strict=True):
+        for affine, own in zip(self.affine_maps(), mask, strict=True):
             self.register_buffer(f"{self.prefixes[affine.weight]}masks", own.to(like))
 
     def all_masks(self) -> list[Tensor]:
@@ -92,13 +91,15 @@ class Masked(AffineMemberLayer):
         return self.run(self._by_member(torch.mul, x, self.masks), weight, *args, **kwargs)
 
     def run_member(self, index: int, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a member without its masked channels. If groups would become uneven, or hooks may depend on the shape,
-        keep all channels and zero the weights instead."""
+        """Run a member without its masked channels.
+
+        If groups would become uneven, or hooks may depend on the shape, keep all channels and zero the weights.
+        """
         affine = AffineMap(*self.maps[0])
         if affine.groups > 1 or self._hooked:
             return super().run_member(index, rows, weight, *args, **kwargs)
-        seen = self.masks[index].topk(self.ones).indices.sort().values
-        weight, rows = weight.index_select(affine.inputs, seen), rows.index_select(self.axis, seen)
+        kept = self.masks[index].topk(self.ones).indices.sort().values
+        weight, rows = weight.index_select(affine.inputs, kept), rows.index_select(self.axis, kept)
         return self.run(rows, weight, *args, **kwargs)
 
     def shared_weight(self, affine: AffineMap) -> Tensor:
@@ -111,7 +112,7 @@ class Masked(AffineMemberLayer):
 
 
 def masked(layer: nn.Module, members: int, scale: float) -> Masked:
-    """Wrap a layer with newly drawn masks."""
+    """Wrap a layer with new masks."""
     several = kind_of(layer) in SEVERAL
     with evaluating(layer):
         weights = [layer.get_parameter(m.weight) if several else weight_of(layer) for m in maps_of(layer)]
@@ -132,17 +133,30 @@ def masksembles(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """Apply fixed masks to the inputs of convolutions and linear layers, except the first one.
+    """Convert a network to a Masksembles ensemble (Durasov et al., 2021): each member uses some channels of each layer.
 
-    `scale` is 1 to 1000: 1 gives every member all channels, larger values give less overlap. `layers` selects the
-    masked layers. In a pretrained network, their weights are scaled to keep the size of activations on `example`, one
-    batch of inputs; without it, noise of the usual sizes is tried. The same `seed` gives the same masks. `model`,
-    `init` and `heads` work as in `deep_ensemble`, on the shared weights. With `rows="own"` each member trains on its
-    own part of the batch, as in `batch_ensemble`.
+    Convolutions and linear layers except the first get a fixed mask per member on their inputs: `y = W (m_i * x) + b`.
 
-    >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
-    >>> net(torch.ones(5, 3)).shape
-    torch.Size([4, 5, 2])
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        members: Number of members.
+        scale: 1 to 1000. With 1 every member has all channels; larger values give less overlap.
+        rows: `"shared"`, or `"own"` to train each member on its own part of the batch, as in `batch_ensemble`.
+        layers: Selects the masked layers.
+        example: One batch of inputs; by default noise of the usual sizes is tried. Weights of a pretrained network are
+            scaled to keep the size of activations on it.
+        init: Where the shared weights start: `"fresh"`, `"heads"` or `"pretrained"`, as in `deep_ensemble`.
+        heads: Selects the output layers that `init="heads"` resets.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the masks and the random weights.
+
+    Returns:
+        A multitude with predictions `[M, B, ...]`.
+
+    Example:
+        >>> net = masksembles(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, scale=2.0)
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([4, 5, 2])
     """
     start = Start(model, members, init, heads, example=example, seed=seed)
     model = start.network
@@ -153,20 +167,19 @@ def masksembles(
     with start.seeded():
         x = example_for(model, example) if layers is None or not start.fresh else example
         if layers is None and x is not None:
-            left = _of_the_data(model, chosen, x)
+            left = _input_layer(model, chosen, x)
             chosen = {name: layer for name, layer in chosen.items() if name not in left}
         model = start.initialize(copied(model))
         converted = {name: masked(copied(model.get_submodule(name)), members, scale) for name in chosen}
-        if members > 1 and all(bool(drawn.all()) for layer in converted.values() for drawn in layer.all_masks()):
+        if members > 1 and all(bool(mask.all()) for layer in converted.values() for mask in layer.all_masks()):
             raise ValueError(
-                f"scale={scale!r} shows all inputs to all members, so they would be one network for ever: a larger one "
-                "gives each its own"
+                f"scale={scale!r} gives all members all inputs, so they stay identical: use a larger scale"
             )
         net = make_shared_members(SharedMembers, start, model, converted, members, rows, task)
         if not start.fresh and scale > 1 and x is not None:
             _keep_scale(model, net, x, list(converted))
-    seen = {n: ", ".join(f"{int(d[0].sum())} of {d.shape[1]}" for d in m.all_masks()) for n, m in converted.items()}
-    net.notes = start.summary_notes({name: f"each member sees {text} inputs" for name, text in seen.items()})
+    kept = {n: ", ".join(f"{int(d[0].sum())} of {d.shape[1]}" for d in m.all_masks()) for n, m in converted.items()}
+    net.notes = start.summary_notes({name: f"each member uses {text} inputs" for name, text in kept.items()})
     note_reach(net, model, converted, x, on_purpose=left, warn=layers is None)
     return net
 
@@ -186,18 +199,18 @@ def _keep_scale(model: nn.Module, net: SharedMembers, x: Input, names: list[str]
         keep_scale(model, net.network, x, tile(x, net.members), kept)
 
 
-def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:
-    """Return the first layer, whose input is the data and must not be masked; nothing if an embedding comes first."""
+def _input_layer(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> list[str]:
+    """Return the first layer, as the data must not be masked; return nothing if an embedding comes first."""
     order = execution_order(model, x, (*chosen, nn.Embedding))
     if not order or order[0] not in chosen:
         return []
     if len(chosen) == 1:
         first = model.get_submodule(order[0])
         others = unconverted_kinds(model, chosen)
-        but = f"; not of a kind that can be: {others}" if others else ""
+        but = f"; these kinds of layers cannot be masked: {others}" if others else ""
         raise ValueError(
             f"model ({type(model).__name__}) has only one layer that can be masked, {order[0]!r} "
-            f"({type(first).__name__}), and its input is the data, which every member sees whole{but}"
+            f"({type(first).__name__}), but its input is the data, which is not masked{but}"
         )
     return order[:1]
 
@@ -205,8 +218,8 @@ def _of_the_data(model: nn.Module, chosen: dict[str, nn.Module], x: Input) -> li
 ROWS = (
     Method(
         "masksembles", by(masksembles), {"members": 4, "scale": 2.0},
-        "The parameters of one network; the time of all members.",
-        "Pick it when no parameter may be added, and scale can set how much the members share.",
+        "Parameters of one network. Time of all members.",
+        "Pick it if no parameters may be added. The setting scale controls how much members share.",
         place=40,
     ),
 )  # fmt: skip

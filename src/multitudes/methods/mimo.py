@@ -36,9 +36,9 @@ class Mimo(Multitude):
         self.repetition, self.batch_repetition = 0.0, 1
 
     def _predictions(self, x: Input) -> Tensor:
-        return self._answers([_tensor(x)] * self.members)
+        return self._predict_each([_tensor(x)] * self.members)
 
-    def _answers(self, inputs: list[Tensor]) -> Tensor:
+    def _predict_each(self, inputs: list[Tensor]) -> Tensor:
         """Return member m's prediction for `inputs[m]`, each `[B, ...]`, as `[M, B, ...]`."""
         output = call(self.network, torch.cat(inputs, self.inputs))
         axis = self.outputs % output.dim()
@@ -55,7 +55,7 @@ class Mimo(Multitude):
             raise ValueError(f"weight must have one number for each of the {len(x)} inputs, got {len(weight)}")
         orders = self._orders(len(x), x.device)
         with input_errors(x):
-            predictions = self._answers([x[order] for order in orders])
+            predictions = self._predict_each([x[order] for order in orders])
         targets = [y[order] for order in orders]
         own_loss = self._criterion(criterion, task, predictions, targets[0]).loss
         weights = [None if weight is None else weight[order] for order in orders]
@@ -65,8 +65,8 @@ class Mimo(Multitude):
         """Return each member's order of inputs: equal for a share `repetition`, shuffled independently for the rest."""
         order = torch.randperm(batch * self.batch_repetition, device=device) % batch
         split = round(len(order) * (1 - self.repetition))
-        apart, same = order[:split], order[split:]
-        return [torch.cat([apart[torch.randperm(split, device=device)], same]) for _ in range(self.members)]
+        shuffled, same = order[:split], order[split:]
+        return [torch.cat([shuffled[torch.randperm(split, device=device)], same]) for _ in range(self.members)]
 
     def _member(self, index: int) -> nn.Module:
         """Build a member. In evaluation all inputs are the same, so the first layer's weights for them add up."""
@@ -74,10 +74,11 @@ class Mimo(Multitude):
         folded = _resized(first, inputs=1 / self.members)
         shares = first.get_parameter("weight").data.unflatten(1, (self.members, -1)).unbind(1)
         folded.get_parameter("weight").data = sum(shares[1:], shares[0]).clone()
-        mine = _resized(folded if first is last else last, outputs=1 / self.members)
-        for name, parameter in (folded if first is last else last).named_parameters():
-            mine.get_parameter(name).data = parameter.data.unflatten(0, (self.members, -1))[index].clone()
-        return replace(self.network, {self.first: folded} | {self.last: mine})
+        wide = folded if first is last else last
+        head = _resized(wide, outputs=1 / self.members)
+        for name, parameter in wide.named_parameters():
+            head.get_parameter(name).data = parameter.data.unflatten(0, (self.members, -1))[index].clone()
+        return replace(self.network, {self.first: folded} | {self.last: head})
 
 
 def mimo(
@@ -92,32 +93,42 @@ def mimo(
     task: str | None = None,
     seed: int | None = None,
 ) -> Mimo:
-    """Convert a network to MIMO: `members` inputs stacked on channels, `members` outputs.
+    """Convert a network to MIMO (Havasi et al., 2021): M inputs and M outputs in one forward.
 
-    In `loss` the inputs are shuffled independently for each member. A share `repetition` of them is the same for all
-    members (the paper's rho), and each batch is repeated `batch_repetition` times. A pretrained network keeps its
-    function exactly in evaluation, except for the output layers with `init="heads"` (found, or selected by `heads`).
-    If `model` is a function that builds networks, it builds one for each input and output. A frozen first layer keeps
-    its function, and cannot learn to distinguish the inputs. `example` is one batch of inputs; without it, the usual
-    sizes are tried.
+    The first layer takes M inputs, stacked on channels, and the last layer gives M outputs. In `net.loss` the inputs
+    are shuffled independently for each member; in evaluation all M inputs are the same.
 
-    >>> net = mimo(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=3)
-    >>> net(torch.ones(5, 3)).shape
-    torch.Size([3, 5, 2])
+    Args:
+        model: The network, which is not changed, or a function that builds one for each input and output. A pretrained
+            network keeps its function exactly in evaluation. A frozen first layer cannot learn to distinguish inputs.
+        members: Number of members.
+        repetition: Share of the inputs in a batch that are the same for all members (the paper's rho).
+        batch_repetition: Number of times that each batch is repeated in `net.loss`.
+        example: One batch of inputs; by default noise of the usual sizes is tried.
+        init: Where the weights start: `"fresh"`, `"heads"` or `"pretrained"`, as in `deep_ensemble`.
+        heads: Selects the output layers that `init="heads"` resets.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights.
+
+    Returns:
+        A multitude with predictions `[M, B, ...]`.
+
+    Example:
+        >>> net = mimo(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=3)
+        >>> net(torch.ones(5, 3)).shape
+        torch.Size([3, 5, 2])
     """
     start = Start(model, members, init, heads, example=example, seed=seed)
     model = start.network
     check_number("repetition", repetition, 0, high=1)
     check_count("batch_repetition", batch_repetition)
     if repetition == 1 and members > 1 and start.mode == "pretrained":
-        raise ValueError(
-            start.same_network_error("init='heads' draws the output layers anew, or repetition is below 1")
-        )
+        raise ValueError(start.same_network_error("init='heads' resets the output layers, or pass repetition below 1"))
     x = _tensor(example_for(model, example))
-    first, last = _ends(model, x)
+    first, last = _first_and_last(model, x)
     _check_trained(model, members, first, last)
     network = _widened(model, members, first, last)
-    inputs, outputs = _proven_axes(model, network, members, first, last, x)
+    inputs, outputs = _verified_axes(model, network, members, first, last, x)
     with start.seeded():
         network = start.initialize(network)
         if start.fresh and not start.redraws:
@@ -134,7 +145,7 @@ def mimo(
 
 def _tensor(x: Input) -> Tensor:
     if not isinstance(x, Tensor):
-        raise ValueError(f"MIMO puts inputs side by side, so x must be one tensor, got {type(x).__name__}")
+        raise ValueError(f"MIMO concatenates inputs, so x must be one tensor, got {type(x).__name__}")
     return x
 
 
@@ -168,11 +179,11 @@ def _check_trained(model: nn.Module, members: int, first: str, last: str) -> Non
     """Check that members can become different, through the first and last layers."""
     if members > 1 and not any(p.requires_grad for p in model.get_submodule(last).parameters()):
         raise ValueError(
-            f"MIMO cannot convert model ({type(model).__name__}), whose output layer {last!r} is frozen: all outputs "
-            "would be the same for ever"
+            f"MIMO cannot convert model ({type(model).__name__}): its output layer {last!r} is frozen, so all outputs "
+            "would stay the same"
         )
     if members > 1 and not model.get_submodule(first).get_parameter("weight").requires_grad:
-        warnings.warn(f"layer {first!r} is frozen, so it cannot learn to tell the inputs apart", stacklevel=3)
+        warnings.warn(f"layer {first!r} is frozen, so it cannot learn to distinguish the inputs", stacklevel=3)
 
 
 def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Module:
@@ -184,11 +195,11 @@ def _resized(layer: nn.Module, inputs: float = 1, outputs: float = 1) -> nn.Modu
     return layer
 
 
-def _ends(model: nn.Module, x: Tensor) -> tuple[str, str]:
+def _first_and_last(model: nn.Module, x: Tensor) -> tuple[str, str]:
     """Return the names of the first and last layers that run; these are widened."""
     order = execution_order(model, x, affine_layers(model))
     if not order:
-        raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to take its input")
+        raise ValueError(f"model ({type(model).__name__}) has no convolution or linear layer to widen")
     for name in (order[0], order[-1]):
         layer = model.get_submodule(name)
         plain = kind_of(layer) in (*CONVOLUTIONS, nn.Linear) and not is_computed(layer)
@@ -200,12 +211,12 @@ def _ends(model: nn.Module, x: Tensor) -> tuple[str, str]:
 # -- verification ------------------------------------------------------------------------------------------
 
 
-def _proven_axes(
+def _verified_axes(
     model: nn.Module, network: nn.Module, members: int, first: str, last: str, x: Tensor
 ) -> tuple[int, int]:
-    """Find the axes along which inputs of x and outputs are concatenated, and verify them on the example.
+    """Return the axes along which inputs and outputs are concatenated, verified on the example.
 
-    Each input must reach the output only through the first layer, as it would alone, and likewise each output.
+    Inputs must reach the outputs through the first layer only, and outputs come from the last layer only.
     """
     outputs = axis_of(model.get_submodule(last))
     with observing(model, network):
@@ -214,21 +225,21 @@ def _proven_axes(
         for inputs in range(1, x.dim()) if not reason else ():
             net = Mimo(copied(network), members, first, last, inputs, outputs)
             with moved_weights(net.network):  # weights of 0 would hide the layers before them
-                trouble = _trouble(net, x)
-            if not trouble:
+                mixed = _separation_error(net, x)
+            if not mixed:
                 return inputs, outputs
-            reason = reason or trouble
+            reason = reason or mixed
     raise ValueError(
-        f"MIMO cannot convert model ({type(model).__name__}): its input must go straight into its first layer, "
-        f"{first!r}, and its output come straight from its last layer, {last!r}; {reason}"
+        f"MIMO cannot convert model ({type(model).__name__}): its input must be read by its first layer {first!r} only "
+        f"and its output be that of its last layer {last!r}, but {reason}"
     )
 
 
-def _trouble(net: Mimo, x: Tensor) -> str:
+def _separation_error(net: Mimo, x: Tensor) -> str:
     """Return how the widened network fails to separate its members, or "" if it does not fail.
 
-    With the first layer's weights zeroed for all inputs but one, each member must predict for this input as it does
-    alone, whatever the other inputs are.
+    With the first layer's weights zeroed for all inputs but one, each member must predict for this input what it
+    predicts alone, independently of the other inputs.
     """
     generator = torch.Generator().manual_seed(0)
     moved = [torch.rand(x.shape, generator=generator).to(x) for _ in range(net.members)]
@@ -241,23 +252,23 @@ def _trouble(net: Mimo, x: Tensor) -> str:
         only[:, number] = shares.sum(1)
         first.data = only.flatten(1, 2)
         try:
-            answers = net._answers(inputs)
+            predictions = net._predict_each(inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            return f"widened, it fails: {str(error).splitlines()[0]}"
-        for index, (member, answer) in enumerate(zip(alone, answers, strict=True)):
+            return f"the widened network fails: {str(error).splitlines()[0]}"
+        for index, (member, got) in enumerate(zip(alone, predictions, strict=True)):
             want = call(member, own)
-            if answer.shape != want.shape:
-                return f"widened, it gives {list(answer.shape)} instead of {list(want.shape)}"
-            if not alike(answer[None], want[None]):
-                return f"side by side with others, input {number} does not give output {index} what it gives alone"
+            if got.shape != want.shape:
+                return f"the widened network returns {list(got.shape)} instead of {list(want.shape)}"
+            if not alike(got[None], want[None]):
+                return f"output {index} for input {number} changes if other inputs are in the same forward"
     return ""
 
 
 ROWS = (
     Method(
         "mimo", by(mimo), {"members": 3, "repetition": 0.5, "batch_repetition": 1},
-        "A forward of one network, whatever the number of members.",
-        "Pick it when a forward must cost no more than now, and the network is wide for its task.",
+        "One forward of one network for any number of members.",
+        "Pick it if inference may cost no more than one network, and the network is wide for its task.",
         place=50,
     ),
 )  # fmt: skip

@@ -45,37 +45,46 @@ def packed(
     task: str | None = None,
     seed: int | None = None,
 ) -> Members:
-    """Build a Packed-Ensemble-(alpha, M, gamma) of `model`, which is not changed.
+    """Build a Packed-Ensemble-(alpha, M, gamma) (Laurent et al., 2023): narrow members that run together.
 
-    Members are narrowed copies of `model`, or what your own function of the width builds:
+    Each member is the network at `alpha / M` of its width. Widths that do not divide are rounded up; attention keeps
+    its head size and whole heads. Hugging Face models are narrowed through their configurations, so a member can be
+    saved and loaded as one. `net.summary()` shows every layer's widths and gamma.
+
+    A function of the width can build the members instead. `build(1.0)` is then the reference for inputs, outputs and
+    size, and `gamma`, `min_channels`, `layers`, `init` and `heads` cannot be used:
 
         def build(width: float) -> nn.Module:
             return MyNetwork(channels=round(64 * width), heads=round(8 * width))
 
-        net = mt.packed(build, members=4, alpha=2)  # each member is a build(0.5) of its own
+        net = mt.packed(build, members=4, alpha=2)  # each member is a build(0.5)
 
-    `build(1.0)` is the reference for inputs, outputs and the size in `net.summary()`. Such a function cannot be
-    combined with `gamma`, `min_channels`, `layers`, `init` and `heads`.
+    Args:
+        model: The network, a function that builds one for each member, or a function of the width. It is not changed.
+            Layers with frozen parameters, and the layers that they read from, are not narrowed.
+        members: Number of members (M).
+        alpha: Above 0 and at most `members`, for which each member is as wide as the model. 2 by default.
+        gamma: Number of groups in each member's layers, except the first, the last, and small ones.
+        min_channels: Minimum inputs per group; layers with fewer have a smaller gamma.
+        layers: Selects the layers to which gamma applies.
+        example: One batch of inputs, preferably real; by default noise of the usual sizes is tried.
+        init: `"fresh"` (default); `"pretrained"` to start each member from its own selection of the model's channels
+            and heads, scaled to keep the size of activations; or `"heads"` to reset the output layers also.
+        heads: Selects the output layers that `init="heads"` resets.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights and selections.
 
-    `alpha` is above 0 and at most `members`, where every member is as wide as the model; by default 2.
-    Widths that do not divide are rounded up. Attention keeps its head size, and is rounded to whole heads. Hugging Face
-    models are narrowed through their configurations, so that a member can be saved and loaded as one. `gamma` is not
-    applied to the first and last layers, or to layers whose groups would have fewer than `min_channels` inputs, and
-    only to layers that `layers` selects. `net.summary()` shows every layer's widths and gamma.
+    Returns:
+        An ensemble with predictions `[M, B, ...]`.
 
-    With `init="pretrained"` each member starts from its own selection of the model's channels and heads, scaled to keep
-    the size of activations. `init="heads"` also resets the output layers (found, or selected by `heads`). A function
-    given as `model` builds a network for each member to select from. Layers with frozen parameters, and the layers that
-    they read from, keep all their weights and are not narrowed. `example` is one batch of inputs, preferably real;
-    without it, noise of the usual sizes is tried.
-
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
-    >>> net = packed(model, members=4, alpha=2)
-    >>> net(torch.ones(5, 8)).shape
-    torch.Size([4, 5, 3])
-    >>> net.member(0)[0]
-    Linear(in_features=8, out_features=32, bias=True)
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+        >>> net = packed(model, members=4, alpha=2)
+        >>> net(torch.ones(5, 8)).shape
+        torch.Size([4, 5, 3])
+        >>> net.member(0)[0]
+        Linear(in_features=8, out_features=32, bias=True)
     """
     build = build_function(model)
     if build is not None:
@@ -100,11 +109,11 @@ def packed(
 
     with start.seeded():
         if build is None:
-            ways_out = "init='heads' draws the output layers anew, or a smaller alpha gives each its own channels"
+            ways_out = "init='heads' resets the output layers, or a smaller alpha gives each its own channels"
             given = start.require_distinct(networks(), ways_out)
         else:
             built = built_at(build, alpha / members, members, start.network, example)
-            given = start.require_distinct(built, "set no seed in it")
+            given = start.require_distinct(build_network, "set no seed in it")
         net = Members(given, members).like(start.given, task)
     net.notes = start.summary_notes(notes)
     how = f"gamma {gamma}" if build is None else f"build({alpha / members:g})"
@@ -124,17 +133,32 @@ def narrow(
     heads: Selector = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """Return a copy of `model` with every hidden width scaled by `factor`, rounded up; inputs and outputs are kept.
+    """Scale all hidden widths of a network by `factor`; inputs and outputs keep their widths.
 
-    This is the member of a Packed-Ensemble of one. All arguments are as in `packed`.
+    The result is the member of a Packed-Ensemble of one.
 
-    >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
-    >>> narrow(model, 0.5)
-    Sequential(
-      (0): Linear(in_features=8, out_features=32, bias=True)
-      (1): ReLU()
-      (2): Linear(in_features=32, out_features=3, bias=True)
-    )
+    Args:
+        model: The network, or a function as in `packed`. It is not changed.
+        factor: Above 0 and at most 1. Widths that do not divide are rounded up.
+        gamma: Number of groups in each layer, as in `packed`, like all other arguments.
+        min_channels: Minimum inputs per group.
+        layers: Selects the layers to which gamma applies.
+        example: One batch of inputs.
+        init: `"fresh"` (default), `"heads"` or `"pretrained"`.
+        heads: Selects the output layers that `init="heads"` resets.
+        seed: Seed of the random weights and selections.
+
+    Returns:
+        A plain network.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+        >>> narrow(model, 0.5)
+        Sequential(
+          (0): Linear(in_features=8, out_features=32, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=32, out_features=3, bias=True)
+        )
     """
     if isinstance(model, Multitude):
         raise ValueError(f"model is a multitude ({type(model).__name__}): narrow its network first, or use packed")
@@ -148,15 +172,15 @@ def _size(net: Members, model: nn.Module) -> str:
     total, whole = (sum(p.numel() for p in network.parameters()) for network in (net, model))
     tables = {id(p): p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     mostly = 10 * sum(tables.values()) > whole
-    rest = f", whose tables of embeddings are {sum(tables.values()) / whole:.0%} of it" if mostly else ""
+    rest = f", of which embedding tables are {sum(tables.values()) / whole:.0%}" if mostly else ""
     return f"{total / max(1, whole):.2f} times the parameters of model{rest}"
 
 
 ROWS = (
     Method(
         "packed", by(packed), {"members": 4, "alpha": 2, "gamma": 1, "layers": None},
-        "About one network: the members are narrow, alpha / members of its width.",
-        "Pick it first: independent members, the best value for its price.",
+        "About one network. Members have alpha / members of its width.",
+        "Pick it first. Its members are independent, and its scores are the best for their cost.",
         place=20,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`Method`: the entry of a method for studies and the command line. Each method's file declares its own in `ROWS`."""
+"""`Method`: the row of a method for studies and the command line. Each method's file declares its rows in `ROWS`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ Build = Callable[[nn.Module, Tensor, Settings, int], Multitude]
 
 @dataclass(frozen=True)
 class Method:
-    """Recipe to build, train and finish one method. All settings are plain values.
-
-    A method may change the common training arguments: rates, schedule, number of epochs. A method made of checkpoints
-    defines the steps at which they are recorded (`times`) and builds the result from them (`finish`).
-    """
+    """Settings of one method, all plain values, and functions that build, train and finish it."""
 
     name: str
     build: Build
@@ -37,9 +33,9 @@ class Method:
     settings: Settings
     """All settings with their defaults."""
     costs: str
-    """Its cost, in one sentence."""
+    """Costs relative to one network, in short sentences."""
     pick: str
-    """When to pick it, in one sentence."""
+    """Advice when to pick it, in short sentences."""
     place: int = 1000
     """Position in lists, lowest first; ties are sorted by name."""
     train: Callable[[Multitude, Training, Settings], Training] = lambda net, training, settings: training
@@ -50,7 +46,7 @@ class Method:
     """(trained multitude, recorder if any, training inputs `[N, ...]`, settings, seed) -> the multitude to predict
     with."""
     after: Callable[[Multitude, Iterable[Any], Iterable[Any] | None, Settings, int], Multitude] = lambda net, *_: net
-    """Last step, with targets: (result of `finish`, batches `(x, y)` of the training data, held-out batches or None,
+    """Last step, with targets. (result of `finish`, batches `(x, y)` of the training data, held-out batches or None,
     settings, seed) -> the multitude to predict with."""
     feature_maps: bool = False
     """True if it needs inputs that have feature maps."""
@@ -95,7 +91,7 @@ def without(settings: Settings, *names: str) -> dict[str, Any]:
 
 
 class Recording:
-    """Callback of `fit` that records the network after each of the steps `times`, exactly once even after a resume."""
+    """Callback of `fit` that records the network after each of the steps `times`, once even after a resume."""
 
     def __init__(self, recorder: Recorder, times: list[int]) -> None:
         self.recorder, self.times = recorder, times
@@ -109,12 +105,12 @@ class Recording:
 def collect() -> dict[str, Method]:
     """Return the rows of all modules and packages in `multitudes.methods`, by name, in order."""
     package = importlib.import_module("multitudes.methods")
-    names = [found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
     rows = [row for name in names for row in getattr(importlib.import_module(name), "ROWS", ())]
     return {row.name: row for row in sorted(rows, key=lambda row: (row.place, row.name))}
 
 
-def chosen(methods: Mapping[str, Method], name: str) -> Method:
+def method_named(name: str, methods: Mapping[str, Method]) -> Method:
     """Return the method of this name, or raise an error that lists all names."""
     if name not in methods:
         raise ValueError(f"method must be one of {', '.join(methods)}, got {name!r}")

@@ -1,12 +1,12 @@
-"""Spatial smoothing: average neighbouring points of a feature map, like an ensemble.
+"""Spatial smoothing: average neighboring points of feature maps, like an ensemble.
 
 Park & Kim, *Blurs behave like ensembles: spatial smoothings to improve accuracy, uncertainty, and robustness*, 2022.
 Before each down-sampling, eq. (5) to (8):
 
     Smooth(z) = Blur(Prob(z)),    Prob(z) = ReLU(tau tanh(z / tau)),    Blur = convolution by K = k k^T / |k|_1^2
 
-It adds no weights. A smoothed network is a plain one, so every method can convert it:
-`packed(smooth(model))`, `mc_dropout(smooth(model))`.
+It adds no weights. The result is a plain network, so every method can convert it: `packed(smooth(model))`,
+`mc_dropout(smooth(model))`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from multitudes.base.checks import check_choice, check_count, check_number
 from multitudes.ensemble.multitude import Multitude
-from multitudes.methods.registry import Method, by
+from multitudes.methods import dropout
+from multitudes.methods.registry import Method, Settings, by
 from multitudes.networks.calls import Input, call
 from multitudes.networks.seeds import seeded
 from multitudes.networks.trace import observing
@@ -40,13 +41,16 @@ HEADS = ("gap", "max", "median", "mlp")
 
 
 class Prob(nn.Module):
-    """Convert a feature map to unnormalised probabilities, `[B, C, H, W] -> [B, C, H, W]`, at least 0.
+    """Map features to unnormalized probabilities, `[B, C, H, W] -> [B, C, H, W]`, at least 0.
 
-    `"tanh"` is `ReLU(tau tanh(z / tau))`, at most tau; `"relu6"` is `min(ReLU(z), 6)`; `"scale"` is
-    `ReLU(z / tau)`, for which the paper uses tau = 5; `"none"` returns z unchanged.
+    Args:
+        kind: `"tanh"` for `ReLU(tau tanh(z / tau))`, at most tau; `"relu6"` for `min(ReLU(z), 6)`; `"scale"` for
+            `ReLU(z / tau)`, where the paper uses tau = 5; `"none"` for z unchanged.
+        tau: The temperature.
 
-    >>> Prob("tanh", tau=10)(torch.tensor([-1.0, 1.0, 100.0]))
-    tensor([ 0.0000, 0.9967, 10.0000])
+    Example:
+        >>> Prob("tanh", tau=10)(torch.tensor([-1.0, 1.0, 100.0]))
+        tensor([ 0.0000, 0.9967, 10.0000])
     """
 
     def __init__(self, kind: str = "tanh", tau: float = 10.0) -> None:
@@ -70,20 +74,22 @@ class Prob(nn.Module):
 
 
 class Blur(nn.Module):
-    """Average each point with its neighbours, separately in each channel.
+    """Average each point with its neighbors, separately in each channel.
 
-    The kernels `k` are (1), (1, 1), (1, 2, 1) and (1, 4, 6, 4, 1). All are the box (1, 1) convolved with itself, so a
-    blur is average pooling over 2 x 2 points with stride 1, applied `n = len(k) - 1` times.
+    Each kernel is the box (1, 1) convolved with itself, so a blur is average pooling over 2 x 2 points with stride 1,
+    applied `n = len(kernel) - 1` times.
 
-    Maps keep their size, `[B, C, H, W] -> [B, C, H, W]`: their border values are replicated, one point more
-    after than before if `n` is odd, so a constant map is unchanged. `growing` maps are padded with zeros instead, as in
-    the paper's experiments, and all points that a kernel touches are kept:
-    `[B, C, H, W] -> [B, C, H + n, W + n]`.
+    Args:
+        kernel: (1), (1, 1), (1, 2, 1) or (1, 4, 6, 4, 1).
+        growing: If false, border values are replicated (one point more after than before if n is odd), so maps keep
+            their size and constant maps are unchanged. If true, maps are padded with zeros, as in the paper's
+            experiments, and grow: `[B, C, H, W] -> [B, C, H + n, W + n]`.
 
-    >>> Blur((1, 2, 1), growing=True)(torch.ones(1, 1, 1, 1) * 16)
-    tensor([[[[1., 2., 1.],
-              [2., 4., 2.],
-              [1., 2., 1.]]]])
+    Example:
+        >>> Blur((1, 2, 1), growing=True)(torch.ones(1, 1, 1, 1) * 16)
+        tensor([[[[1., 2., 1.],
+                  [2., 4., 2.],
+                  [1., 2., 1.]]]])
     """
 
     def __init__(self, kernel: Sequence[int] = (1, 1), growing: bool = False) -> None:
@@ -108,9 +114,13 @@ class Blur(nn.Module):
 
 
 class Smooth(nn.Module):
-    """Probabilistic spatial smoothing, `Blur(Prob(z))`, eq. (5).
+    """Smooth maps, `Blur(Prob(z))`, eq. (5): `[B, C, H, W] -> [B, C, H, W]`, or larger with `growing`.
 
-    `[B, C, H, W] -> [B, C, H, W]`; a little larger if `growing` (see `Blur`).
+    Args:
+        kernel: Kernel of the `Blur`.
+        prob: Kind of the `Prob`.
+        tau: Temperature of the `Prob`.
+        growing: Whether maps grow by the blur.
     """
 
     def __init__(
@@ -137,24 +147,30 @@ def smooth(
     layers: Selector = None,
     example: Input | None = None,
 ) -> nn.Module:
-    """Return a copy of `model` with a `Smooth` before each down-sampling: a plain network with the same parameters.
+    """Insert spatial smoothing (Park and Kim, 2022), `Blur(Prob(z))`, before each down-sampling of a network.
 
-    Down-samplings are strided convolutions, pooling layers and the global pooling. A residual block counts as one, and
-    is smoothed as a whole. Not smoothed are the image, the max-pool of a stem and the global pooling of
-    pre-activation networks. This gives four in ResNets, three in pre-activation ResNets, five in VGG and four in U-Net
-    (its encoder's poolings). `layers` selects other layers or blocks that read feature maps.
+    Down-samplings are strided convolutions, pooling layers and the global pooling; a residual block counts as one. The
+    image, the max-pool of a stem and the global pooling of pre-activation networks are not smoothed. This gives four in
+    ResNets, three in pre-activation ResNets, five in VGG and four in U-Net (the poolings of its encoder).
 
-    The defaults are the paper's settings, except for `growing=True` (see `Blur`), which fits networks with global
-    pooling. `Prob` removes negative values; if maps have some before a down-sampling, `prob="none"` keeps them.
-    The paper's kernel of two points shifts maps by half a point. If they are later joined with maps that are not
-    smoothed, as in U-Net's decoder, use `kernel=(1, 2, 1)`, which does not shift.
-    `example` is one batch of inputs to find the down-samplings with; without it, noise of the usual sizes is tried.
-    Checkpoints of `model` load into its smoothed copy.
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        kernel: Kernel of the blur. (1, 1) shifts maps by half a point. If maps are later joined with maps that are not
+            smoothed, as in U-Net's decoder, use (1, 2, 1), which does not shift.
+        prob: `"tanh"`, `"relu6"`, `"scale"` or `"none"` (see `Prob`). All but `"none"` remove negative values.
+        tau: Temperature of `prob`.
+        growing: Whether maps grow by the blur (see `Blur`), as in the paper. This needs global pooling.
+        layers: Selects other layers or blocks to smooth before; they must read feature maps.
+        example: One batch of inputs to find the down-samplings with; by default noise of the usual sizes is tried.
 
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
-    >>> _ = model(torch.zeros(1, 3, 32, 32))
-    >>> [type(layer).__name__ for layer in smooth(model)]
-    ['Conv2d', 'ReLU', 'Smooth', 'MaxPool2d', 'Flatten', 'Linear']
+    Returns:
+        A plain network with the same parameters, so checkpoints of `model` load into it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
+        >>> _ = model(torch.zeros(1, 3, 32, 32))
+        >>> [type(layer).__name__ for layer in smooth(model)]
+        ['Conv2d', 'ReLU', 'Smooth', 'MaxPool2d', 'Flatten', 'Linear']
     """
     model = build_network(model)
     _check_plain(model)
@@ -162,7 +178,7 @@ def smooth(
     with seeded(0):
         example = example_for(model, example)
         run = LayerTrace(model, example)
-        names = _selected(run, layers) if layers is not None else _found(run)
+        names = _selected(run, layers) if layers is not None else _downsamplings(run)
         new = {name: Smooth(kernel, prob, tau, growing) for name in names}
         smoothed = before(model, new, example=example)
         hint = "growing=False keeps the sizes of its maps" if growing else "layers= selects others"
@@ -174,33 +190,33 @@ def _check_plain(model: nn.Module) -> None:
     check_model(model, nested=True)
     if isinstance(model, Multitude):
         raise ValueError(
-            f"model is a multitude already ({type(model).__name__}): change the network first and convert it after, "
-            "as in packed(smooth(model)) or mc_dropout(smooth(model))"
+            f"model is a multitude already ({type(model).__name__}): change the network first, then convert it, as in "
+            "packed(smooth(model)) or mc_dropout(smooth(model))"
         )
 
 
-def _found(run: LayerTrace) -> list[str]:
+def _downsamplings(run: Run) -> list[str]:
     names = downsamplings(run)
     if not names:
         raise ValueError(
             f"model ({type(run.model).__name__}) has no down-sampling: no strided convolution or pooling layer after "
-            "its first layer. A pooling that its forward calls as a function cannot be seen: make it a layer, or "
-            "select layers that read feature maps by layers="
+            "its first layer. Pooling functions in a forward are not found: make them layers, or select layers that "
+            "read feature maps with layers="
         )
     return names
 
 
-def _selected(run: LayerTrace, layers: Selector) -> list[str]:
+def _selected(run: Run, layers: Selector) -> list[str]:
     kinds = tuple({type(module) for name, module in run.model.named_modules() if name})
     names = [name for name in select(run.model, layers, kinds) if name]
     for name in names:
         calls = run.calls(name)
         if not calls:
-            raise ValueError(f"layers: layer {name!r} is never called, so nothing can be smoothed before it")
+            raise ValueError(f"layers: layer {name!r} is never called, so it has no input to smooth")
         for seen in calls:
             if not seen.on_map:
                 shape = list(seen.input.shape) if isinstance(seen.input, Tensor) else type(seen.input).__name__
-                raise ValueError(f"layers: layer {name!r} reads {shape}, which is no feature map [B, C, H, W]")
+                raise ValueError(f"layers: layer {name!r} reads {shape}, which is not a feature map [B, C, H, W]")
     return names
 
 
@@ -208,7 +224,7 @@ def _check_output(model: nn.Module, example: Input, want: Tensor, what: str, hin
     with observing(model):
         try:
             got = call(model, example)
-            reason = f"it gives {list(got.shape)} instead of {list(want.shape)}"
+            reason = f"it returns {list(got.shape)} instead of {list(want.shape)}"
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             got, reason = None, str(error)
     if got is None or got.shape != want.shape:
@@ -227,22 +243,31 @@ def head(
     example: Input | None = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """Return a copy of `model` with another classifier head, as compared in appendix C.1.
+    """Replace the classifier head of a network, as compared in appendix C.1 of Park and Kim (2022).
 
-    `"gap"`, `"max"` and `"median"` pool each map to its mean, maximum or median, followed by one linear layer. `"mlp"`
-    pools to 7 x 7 points as in VGG, flattens, and has two `hidden` layers with ReLU and `dropout`. Linear layers
-    keep their weights if their shapes are the same, and are initialised otherwise.
+    The model's head must be a pooling layer, a flattening, and either one linear layer or an `nn.Sequential` that ends
+    with several. Linear layers keep their weights if their shapes do not change.
 
-    The model's own head must be a pooling layer, a flattening and either one linear layer or an `nn.Sequential`
-    that ends with several.
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        kind: `"gap"`, `"max"` or `"median"` to pool each map to its mean, maximum or median, followed by one linear
+            layer; `"mlp"` to pool to 7 x 7 points as in VGG, followed by two hidden layers.
+        hidden: Width of the hidden layers of `"mlp"`.
+        dropout: Dropout rate of the hidden layers.
+        example: One batch of inputs; by default noise of the usual sizes is tried.
+        seed: Seed of the new layers.
 
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    >>> head(model, "max")[2:]
-    Sequential(
-      (2): AdaptiveMaxPool2d(output_size=1)
-      (3): Flatten(start_dim=1, end_dim=-1)
-      (4): Linear(in_features=8, out_features=5, bias=True)
-    )
+    Returns:
+        A plain network.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+        >>> head(model, "max")[2:]
+        Sequential(
+          (2): AdaptiveMaxPool2d(output_size=1)
+          (3): Flatten(start_dim=1, end_dim=-1)
+          (4): Linear(in_features=8, out_features=5, bias=True)
+        )
     """
     model = build_network(model)
     _check_plain(model)
@@ -261,12 +286,12 @@ def head(
         new: dict[str, nn.Module] = {"max": nn.AdaptiveMaxPool2d(1), "median": MedianPool()}
         swapped = replace(model, {pooling.name: new.get(kind, nn.AdaptiveAvgPool2d(7 if kind == "mlp" else 1))})
     swapped = _with_classifier(swapped, [seen.name for seen in linears], classifier)
-    hint = "its forward must flatten what its pooling layer gives, whatever its size"
+    hint = "its forward must flatten the output of its pooling layer for any size"
     _check_output(swapped, example, run.output, f"given the head {kind!r}", hint)
     return swapped
 
 
-def _head(run: LayerTrace) -> tuple[LayerCall, list[LayerCall]]:
+def _head(run: Run) -> tuple[Step, list[LayerCall]]:
     """Return the last pooling layer and the linear layers after it."""
     poolings = [i for i, seen in enumerate(run.layers) if seen.downsamples or isinstance(seen.module, GLOBAL)]
     last = max((i for i in poolings if run.layers[i].pools), default=None)
@@ -276,23 +301,23 @@ def _head(run: LayerTrace) -> tuple[LayerCall, list[LayerCall]]:
     parents = [run.model.get_submodule(path) for path in paths]
     reason = ""
     if last is None or not linears:
-        reason = "no pooling layer comes before its linear layers (a pooling called as a function cannot be seen)"
+        reason = "no pooling layer comes before its linear layers (pooling functions are not found)"
     elif any(seen.has_weights and seen not in linears for seen in rest) or linears[0].input.dim() != 2:
         reason = f"there is more than a flattening between {run.layers[last].name!r} and {linears[0].name!r}"
     elif len(linears) > 1 and not (len(parents) == 1 and type(parents[0]) is nn.Sequential):
-        reason = f"its linear layers ({', '.join(seen.name for seen in linears)}) are not together in an nn.Sequential"
+        reason = f"its linear layers ({', '.join(seen.name for seen in linears)}) are not in one nn.Sequential"
     elif any(len(run.calls(seen.name)) > 1 for seen in (run.layers[last], *linears)):
-        reason = "a layer of its head is used in other places too"
+        reason = "a layer of its head is also used elsewhere"
     if reason:
         raise ValueError(
-            f"model ({type(run.model).__name__}) has no head of a pooling layer, a flattening and linear layers that "
-            f"could be swapped: {reason}"
+            f"cannot replace the head of model ({type(run.model).__name__}): it must be a pooling layer, a flattening "
+            f"and linear layers, but {reason}"
         )
     assert last is not None
     return run.layers[last], linears
 
 
-def _classifier(kind: str, pooling: LayerCall, linears: list[LayerCall], hidden: int, dropout: float) -> nn.Module:
+def _classifier(kind: str, pooling: Step, linears: list[LayerCall], hidden: int, dropout: float) -> nn.Module:
     """Build one linear layer, or VGG's three."""
     old: list[Any] = [seen.module for seen in linears]
     channels, classes = pooling.input.shape[1], old[-1].out_features
@@ -317,12 +342,27 @@ def _with_classifier(model: nn.Module, linears: list[str], classifier: nn.Module
     return swapped
 
 
+# -- for studies -------------------------------------------------------------------------------------------
+
+
+def _smooth_dropout(network: nn.Module, example: Tensor, settings: Settings, seed: int) -> Multitude:
+    """MC dropout of a smoothed network: section 3 of the paper."""
+    smoothed = smooth(network, **{name: settings[name] for name in SETTINGS}, example=example)
+    return dropout.build_mc_dropout(smoothed, example, settings, seed)
+
+
 SETTINGS = {"kernel": [1, 1], "prob": "tanh", "tau": 10.0, "growing": False}
 ROWS = (
     Method(
         "smooth", by(smooth), SETTINGS,
-        "One network and a small blur before each down-sampling: no parameter, little time.",
-        "Pick it when images may be shifted or noisy and a single forward must do.",
+        "One network, with a small blur before each down-sampling. No new parameters, little time.",
+        "Pick it if images may be shifted or noisy and inference may take only one forward.",
         place=110, feature_maps=True,
+    ),
+    Method(
+        "smooth_dropout", _smooth_dropout, {**SETTINGS, **dropout.SETTINGS},
+        "As mc_dropout, with a small blur before each down-sampling.",
+        "Pick it if you can afford only a few draws. Smoothing replaces many of them.",
+        place=120, feature_maps=True,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Snapshots of one training run: cyclic learning rates, and cyclic stochastic-gradient MCMC.
+"""Snapshots of one training run: cyclic learning rates and cyclic stochastic-gradient MCMC.
 
 Huang et al., *Snapshot ensembles: train 1, get M for free*, 2017: the learning rate falls from alpha_0 to 0 along
 a cosine, M times in T steps, and the network is kept at the end of each cycle:
@@ -60,7 +60,7 @@ class CosineCycles(LRScheduler):
 
 
 def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
-    """Return a schedule for snapshots, with `steps` steps in `cycles` cycles.
+    """Schedule the learning rate for snapshots (Huang et al., 2017): it falls along a cosine in each cycle.
 
         recorder = mt.Recorder(model, keep=5)
         schedule = mt.cyclic_lr(optimizer, steps=epochs * len(loader), cycles=5)
@@ -71,17 +71,26 @@ def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
                 recorder.record()
         net = mt.snapshots(model, recorder)
 
-    >>> optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    >>> schedule = cyclic_lr(optimizer, steps=4, cycles=2)
-    >>> for _ in range(4):
-    ...     rate = optimizer.param_groups[0]["lr"]
-    ...     optimizer.step()
-    ...     schedule.step()
-    ...     print(round(rate, 3), schedule.cycle_ended)
-    0.1 False
-    0.05 True
-    0.1 False
-    0.05 True
+    Args:
+        optimizer: The optimizer; its learning rates are those at the start of each cycle.
+        steps: Total number of steps.
+        cycles: Number of cycles.
+
+    Returns:
+        A scheduler of torch, whose `cycle_ended` is true after the last step of each cycle.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        >>> schedule = cyclic_lr(optimizer, steps=4, cycles=2)
+        >>> for _ in range(4):
+        ...     rate = optimizer.param_groups[0]["lr"]
+        ...     optimizer.step()
+        ...     schedule.step()
+        ...     print(round(rate, 3), schedule.cycle_ended)
+        0.1 False
+        0.05 True
+        0.1 False
+        0.05 True
     """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -90,17 +99,24 @@ def cyclic_lr(optimizer: Optimizer, steps: int, cycles: int) -> CosineCycles:
 
 
 def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str | None = None) -> Members:
-    """Return members that are the recorded snapshots of a network, each with its own buffers.
+    """Build an ensemble of the recorded snapshots of a network (Huang et al., 2017), each with its own buffers.
 
-    `checkpoints` is a `Recorder` or a list of state dicts. `model` is not changed.
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        checkpoints: A `Recorder`, or a list of state dicts.
+        task: Task of the predictions, if it cannot be inferred.
 
-    >>> model = nn.Linear(3, 2)
-    >>> recorder = Recorder(model)
-    >>> for _ in range(4):
-    ...     model.reset_parameters()
-    ...     recorder.record()
-    >>> snapshots(model, recorder)(torch.ones(5, 3)).shape
-    torch.Size([4, 5, 2])
+    Returns:
+        An ensemble with one member per checkpoint.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> recorder = Recorder(model)
+        >>> for _ in range(4):
+        ...     model.reset_parameters()
+        ...     recorder.record()
+        >>> snapshots(model, recorder)(torch.ones(5, 3)).shape
+        torch.Size([4, 5, 2])
     """
     model = build_network(model)
     check_model(model, nested=True)
@@ -119,9 +135,9 @@ def snapshots(model: nn.Module | Factory, checkpoints: Checkpoints, *, task: str
 
 
 class Langevin(Optimizer):
-    """SGD with noise: Langevin dynamics, or Hamiltonian with momentum. `noisy = False` makes it plain SGD.
+    """SGD with noise: Langevin dynamics, or Hamiltonian dynamics with momentum. With `noisy = False` it is plain SGD.
 
-    The loss must be the mean over `dataset_size` examples, or over a batch of them.
+    The loss must be the mean over `dataset_size` examples or a batch of them.
     """
 
     def __init__(
@@ -187,7 +203,7 @@ class CyclicSgmcmc:
         self.optimizer.zero_grad()
 
     def step(self) -> bool:
-        """Step along the gradient, with noise in the sampling part of a cycle. Return whether a sample was recorded."""
+        """Take a step, with noise in the sampling part of a cycle. Return whether a sample was recorded."""
         self.optimizer.noisy = self.schedule.phase >= self.exploration
         self.optimizer.step()
         self.schedule.step()
@@ -199,7 +215,7 @@ class CyclicSgmcmc:
     def multitude(self) -> Members:
         """Return the samples so far as members."""
         if not self.recorder.count:
-            raise ValueError("no sample has been recorded yet: the first comes towards the end of the first cycle")
+            raise ValueError("no sample has been recorded yet: sampling starts near the end of the first cycle")
         return snapshots(self.model, self.recorder)
 
 
@@ -216,7 +232,9 @@ def cyclic_sgmcmc(
     exploration: float = 0.9,
     draws: int = 3,
 ) -> CyclicSgmcmc:
-    """Return a sampler that trains `model`, in place of an optimizer, and gives a multitude of its samples.
+    """Train a network by cyclic stochastic-gradient MCMC (Zhang et al., 2020), in place of an optimizer.
+
+    Each cycle explores without noise first, then samples: `v <- m v - lr grad + noise`, `theta <- theta + v`.
 
         sampler = mt.cyclic_sgmcmc(model, steps=150 * len(loader), cycles=3, dataset_size=50_000)
         for x, y in batches:
@@ -226,25 +244,29 @@ def cyclic_sgmcmc(
         net = sampler.multitude()
 
     Args:
-        model: the network to train; its loss must be a mean over examples.
-        steps: the total number of steps.
-        cycles: how many times the learning rate falls from `lr` to 0.
-        dataset_size: the number of training examples (N).
-        lr: the learning rate at the start of each cycle.
+        model: The network to train in place; its loss must be a mean over examples.
+        steps: Total number of steps.
+        cycles: Number of times that the learning rate falls from `lr` to 0.
+        dataset_size: Number of training examples (N).
+        lr: Learning rate at the start of each cycle.
         momentum: 0 for Langevin dynamics, positive for Hamiltonian.
-        weight_decay: the precision of the normal prior, divided by N.
-        temperature: 1 samples from the posterior, less from a sharper distribution.
-        exploration: the share of each cycle that runs without noise (beta).
-        draws: the number of networks to record in each cycle, evenly spread over the rest of it.
+        weight_decay: Precision of the normal prior, divided by N.
+        temperature: 1 samples from the posterior, lower values from a sharper distribution.
+        exploration: Share of each cycle that runs without noise (beta).
+        draws: Number of networks to record per cycle, evenly spread over the rest of it.
 
-    >>> model = nn.Linear(3, 2)
-    >>> sampler = cyclic_sgmcmc(model, steps=100, cycles=2, dataset_size=20)
-    >>> for _ in range(100):
-    ...     model(torch.ones(5, 3)).square().mean().backward()
-    ...     _ = sampler.step()
-    ...     sampler.zero_grad()
-    >>> sampler.multitude()(torch.ones(5, 3)).shape
-    torch.Size([6, 5, 2])
+    Returns:
+        A sampler with `step`, `zero_grad` and `multitude`.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> sampler = cyclic_sgmcmc(model, steps=100, cycles=2, dataset_size=20)
+        >>> for _ in range(100):
+        ...     model(torch.ones(5, 3)).square().mean().backward()
+        ...     _ = sampler.step()
+        ...     sampler.zero_grad()
+        >>> sampler.multitude()(torch.ones(5, 3)).shape
+        torch.Size([6, 5, 2])
     """
     model = build_network(model)
     check_model(model, nested=True)
@@ -253,8 +275,8 @@ def cyclic_sgmcmc(
     check_count("draws", draws)
     if (1 - exploration) * steps / cycles < draws - 1e-6:
         raise ValueError(
-            f"draws={draws} do not fit into the {(1 - exploration) * steps / cycles:.3g} steps of a cycle that are "
-            f"left after exploration={exploration:g}"
+            f"draws={draws} do not fit into the {(1 - exploration) * steps / cycles:.3g} steps of a cycle after "
+            f"exploration={exploration:g}"
         )
     optimizer = Langevin(model.parameters(), lr, dataset_size, momentum, weight_decay, temperature)
     return CyclicSgmcmc(model, optimizer, steps, cycles, exploration, draws)
@@ -288,8 +310,8 @@ def _finish(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Sett
 ROWS = (
     Method(
         "snapshots", single, {"members": 4},
-        "One network to train; as many as there are members to keep and to run.",
-        "Pick it when you can train one network only, with a cyclic learning rate.",
+        "Training of one network. Storage and inference of one network per member.",
+        "Pick it if you can train only one network. It needs a cyclic learning rate.",
         place=150, train=_cyclic, times=_after_cycles, finish=_finish,
     ),
 )  # fmt: skip

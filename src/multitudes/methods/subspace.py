@@ -55,18 +55,18 @@ KINDS = ("random", "dropout", "diagonal", "low_rank")
 
 
 class Around(Stochastic, Sharing):
-    """A network that runs with weights drawn around its own, by `drawn`.
+    """A network that runs with weights drawn around its own.
 
-    It shares the registries of its `network`, whose weights are the centre and the expectation. Further tensors for the
-    draws are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat vector, in the order
-    of `named_parameters()`. Gradients go to the centre.
+    It shares the registries of its `network`, whose weights are the center and the expectation. Further tensors for
+    the draws are buffers named `trajectory_...`. All floating-point parameters are drawn, as one flat vector in the
+    order of `named_parameters()`. Gradients go to the center.
     """
 
     noise = "network"
     shares = "network"
     unsaved: ClassVar[dict[str, str]] = {
         "data": "the data on which each draw recomputes batch-norm statistics cannot be saved: save mt.freeze(net, "
-        "draws=...), whose networks have their statistics"
+        "draws=...), whose networks contain their statistics"
     }
     """Settings that cannot be saved, with the reason."""
     network: nn.Module
@@ -79,7 +79,7 @@ class Around(Stochastic, Sharing):
         # `fuse` compares settings, used or not, but does not look into `network`, so copy its settings here.
         self.settings = (type(network).__name__, *sorted((k, v) for k, v in vars(network).items() if _setting(k, v)))
 
-    def drawn(self, theta: Tensor) -> Tensor:
+    def draw_around(self, theta: Tensor) -> Tensor:
         """Draw weights `[P]` around `theta`."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Around(Stochastic, Sharing):
     def draw_state(self) -> State:
         """Return the weights of one draw by name, with their batch-norm statistics if there is data.
 
-        With a floor, weights of lower accuracy are rejected. If all tries fail, the draw is the centre.
+        With a floor, weights of lower accuracy are rejected. If all tries fail, the draw is the center.
         """
         if self.expects:
             return {}
@@ -98,14 +98,14 @@ class Around(Stochastic, Sharing):
         theta = flat_weights(self.network)
         with torch.autocast(theta.device.type, enabled=False):
             for _ in range(1 if self.floor is None or data is None else self.tries):
-                state = unflattened(self.drawn(theta), self.network)
+                state = unflattened(self.draw_around(theta), self.network)
                 if data is not None and norms(self.network):
                     state |= statistics(self.network, state, data)
                 if data is None or self.floor is None or accuracy(self.network, state, data) >= self.floor:
                     return state
         warnings.warn(
-            f"no weights of accuracy {self.floor:g} were found in {self.tries} tries, so the centre was taken; "
-            "lower the floor or the scale, or raise tries",
+            f"no draw reached accuracy {self.floor:g} in {self.tries} tries, so the center is used: lower floor or "
+            "scale, or raise tries",
             stacklevel=2,
         )
         return {}
@@ -126,12 +126,12 @@ class Around(Stochastic, Sharing):
     def reset_parameters(self) -> None:
         """Raise: fresh weights have no trajectory."""
         raise ValueError(
-            "weights that are drawn around a trajectory cannot be initialised anew: fuse multitudes of their own "
-            "trajectories, or pass init='pretrained'"
+            "weights drawn around a trajectory cannot be reset: fuse multitudes with trajectories of their own, or "
+            "pass init='pretrained'"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set settings on this object, so that they never clash with the network's names."""
+        """Set settings on this object, not in the shared registries, so they never clash with the network's names."""
         if isinstance(value, (Tensor, nn.Module)):
             super().__setattr__(name, value)
         else:
@@ -150,7 +150,7 @@ class GaussianAround(Around):
         self.register_buffer("trajectory_std", None if std is None else std.to(theta))
         self.register_buffer("trajectory_factor", None if factor is None else factor.to(theta))
 
-    def drawn(self, theta: Tensor) -> Tensor:
+    def draw_around(self, theta: Tensor) -> Tensor:
         std, factor = self.trajectory_std, self.trajectory_factor
         weights = theta
         if std is not None:
@@ -167,7 +167,7 @@ class RandomAround(Around):
         super().__init__(network)
         self.scale = scale
 
-    def drawn(self, theta: Tensor) -> Tensor:
+    def draw_around(self, theta: Tensor) -> Tensor:
         direction = self.normal(theta.shape, like=theta)
         length = self.scale * self.uniform((1,), like=theta)
         return theta + length * direction / direction.norm()
@@ -180,7 +180,7 @@ class DropoutAround(Around):
         super().__init__(network)
         self.low, self.high = low, high
 
-    def drawn(self, theta: Tensor) -> Tensor:
+    def draw_around(self, theta: Tensor) -> Tensor:
         fine = theta.new_empty(0, dtype=torch.promote_types(theta.dtype, torch.float32))  # half precision rounds p
         p = self.low + (self.high - self.low) * self.uniform((1,), like=fine)
         kept = self.uniform(theta.shape, like=fine) >= p
@@ -192,21 +192,28 @@ def _setting(key: str, value: Any) -> bool:
 
 
 class Subspace(Multitude):
-    """One network with its own weights in each draw."""
+    """A network with other weights in each draw."""
 
     network: Around
 
     def networks(self, draws: int | None = None, seed: int | None = None) -> Members:
-        """Return the networks of `draws` draws as fixed members.
+        """Return the networks of some draws as fixed members, with the same predictions for the same seed.
 
-        A subspace that recomputes batch-norm statistics does so for every draw of every predicted batch; the members
-        have them once and for all. With the same seed, the predictions are the same.
+        A subspace that recomputes batch-norm statistics does so for every draw of every batch; its members contain
+        them.
+
+        Args:
+            draws: Number of networks; by default `self.draws`.
+            seed: Seed of the draws.
+
+        Returns:
+            An ensemble with one member per draw.
         """
         draws = self.draws if draws is None else draws
         check_count("draws", draws)
         draw = Draw(int(torch.randint(2**62, ())) if seed is None else seed)
 
-        def drawn() -> Iterator[nn.Module]:
+        def networks() -> Iterator[nn.Module]:
             for number in range(draws):
                 draw.index = torch.tensor(number)
                 own_random_state = seeded(None if seed is None else mixed(seed, number))
@@ -214,7 +221,7 @@ class Subspace(Multitude):
                     network = self.network.fold()
                 yield network
 
-        return Members(drawn(), draws).like(self)
+        return Members(networks(), draws).like(self)
 
 
 # -- conversions -------------------------------------------------------------------------------------------
@@ -233,29 +240,37 @@ def subspace(
     tries: int = 5,
     task: str | None = None,
 ) -> Subspace | Members:
-    """Draw a network's weights from a subspace around a solution. `model` is not changed.
+    """Draw the weights of a network from a subspace around a solution (Fort et al., 2019).
+
+    `random` draws `theta + scale u v`, `dropout` `theta * mask / (1 - p)`, `diagonal` `mean + std * eps` and `low_rank`
+    `mean + sum_i z_i v_i`, with the principal directions `v_i` of the checkpoints.
 
     Args:
-        model: the network, or `Members` that were trained together, each of which gets its own subspace.
+        model: The network, or a function that builds one, or `Members` that were trained together, each of which gets
+            its own subspace. It is not changed.
         kind: `"random"` or `"dropout"`, around the last checkpoint; `"diagonal"` or `"low_rank"`, around the mean.
-        checkpoints: a `Recorder`, whose kept checkpoints are used, or a list of state dicts. If None,
-            `random` and `dropout` use the model's own weights.
-        rank: the number of principal directions for `low_rank`, less than the number of checkpoints.
-        p: the probability that `dropout` zeroes a weight; a pair is a range, from which each draw takes its own.
-        scale: the maximum distance for `random`, 10 by default; the factor of the Gaussians' deviations, 1 by default.
-            The directions of `low_rank` have length 1 for any spread of the checkpoints, so a small network
-            may need much less.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. If the network has batch norm, each draw
-            recomputes its statistics in one pass over them (`networks` does it once); without data, all draws
-            use the centre's. It is not in the state dict, and fused networks use the first one's.
-        floor: reject weights with a lower accuracy on `data`, which takes a pass over it for each try.
-        tries: the maximum number of tries. If all are rejected, the draw is the centre, with a warning.
+        checkpoints: A `Recorder`, whose kept checkpoints are used, or a list of state dicts. If None, `random` and
+            `dropout` use the model's own weights.
+        rank: Number of principal directions of `low_rank`, less than the number of checkpoints.
+        p: Probability that `dropout` zeroes a weight, or a range `(low, high)` from which each draw takes its own.
+        scale: Maximum distance of `random`, 10 by default, or factor of the Gaussians' deviations, 1 by default. The
+            directions of `low_rank` always have length 1, so a small network may need much less.
+        data: Inputs `[N, ...]`, `(x, y)` or an iterable of batches. If the network has batch norm, each draw recomputes
+            its statistics in one pass over them (`networks` does it once); without data, all draws use the center's.
+            The data are not in the state dict, and fused networks use the first one's.
+        floor: Minimum accuracy on `data`; weights with a lower one are rejected. Each try takes a pass over the data.
+        tries: Maximum number of tries. If all are rejected, the draw is the center, with a warning.
+        task: Task of the predictions, if it cannot be inferred.
 
-    >>> model = nn.Linear(3, 2)
-    >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
-    >>> net = subspace(model, "diagonal", checkpoints)
-    >>> net(torch.ones(5, 3), draws=30).shape
-    torch.Size([30, 5, 2])
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`, or `[M * D, B, ...]` for `Members`.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
+        >>> net = subspace(model, "diagonal", checkpoints)
+        >>> net(torch.ones(5, 3), draws=30).shape
+        torch.Size([30, 5, 2])
     """
     check_choice("kind", kind, KINDS)
     check_count("rank", rank)
@@ -275,19 +290,19 @@ def subspace(
     if checkpoints is None and not around:
         raise ValueError(f"kind={kind!r} needs checkpoints: a Recorder or a list of state dicts")
 
-    def convert(centre: nn.Module, trajectory: Trajectory) -> Multitude:
+    def convert(center: nn.Module, trajectory: Trajectory) -> Multitude:
         states = trajectory.states
-        _load(centre, states[-1] if around else Trajectory(states).moments().mean)
+        _load(center, states[-1] if around else Trajectory(states).moments().mean)
         if kind == "random":
-            network: Around = RandomAround(centre, scale or 10.0)
+            network: Around = RandomAround(center, scale or 10.0)
         elif kind == "dropout":
-            network = DropoutAround(centre, low, high)
+            network = DropoutAround(center, low, high)
         elif kind == "diagonal":
             variance = Trajectory(states).moments().variance
-            network = GaussianAround(centre, (scale or 1.0) * flat_state(variance, centre).sqrt(), None)
+            network = GaussianAround(center, (scale or 1.0) * flat_state(variance, center).sqrt(), None)
         else:
-            network = GaussianAround(centre, None, (scale or 1.0) * principal_directions(states, centre, rank))
-        return _finished(network, data, floor, tries)
+            network = GaussianAround(center, None, (scale or 1.0) * principal_directions(states, center, rank))
+        return _with_data(network, data, floor, tries)
 
     return _converted(model, checkpoints, convert, task, least=1 if around else 2)
 
@@ -295,15 +310,22 @@ def subspace(
 def swa(
     model: nn.Module | Factory, checkpoints: Checkpoints, *, data: Any = None, task: str | None = None
 ) -> Multitude:
-    """Average a network's weights along its path; the result has one member and draws nothing.
+    """Average the weights of a network along its training run (SWA, Izmailov et al., 2018).
 
-    `swa(...).member(0)` is the plain network. With a `Recorder`, all recorded checkpoints are averaged, kept or not.
-    Batch-norm statistics are recomputed on `data` (see `subspace`); without it, they are averaged like the weights.
+    Args:
+        model: The network, or a function that builds one, or `Members`. It is not changed.
+        checkpoints: A `Recorder`, of which all recorded checkpoints count, kept or not, or a list of state dicts.
+        data: Inputs to recompute batch-norm statistics on (see `subspace`). By default they are averaged like weights.
+        task: Task of the predictions, if it cannot be inferred.
 
-    >>> model = nn.Linear(3, 2)
-    >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(3)]
-    >>> torch.allclose(swa(model, checkpoints).member(0).weight, model.weight + 1)
-    True
+    Returns:
+        A multitude of one member that draws nothing; `member(0)` is the plain network.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(3)]
+        >>> torch.allclose(swa(model, checkpoints).member(0).weight, model.weight + 1)
+        True
     """
     data = Batches.of(data)
 
@@ -325,39 +347,48 @@ def swag(
     data: Any = None,
     task: str | None = None,
 ) -> Subspace | Members:
-    """Draw a network's weights from a Gaussian fitted to its path. `model` is not changed.
+    """Draw the weights of a network from a Gaussian fitted to its training run (SWAG, Maddox et al., 2019).
+
+    A draw is `mean + sqrt(scale) (sqrt(var) eps_1 + D eps_2 / sqrt(K - 1))`, where the columns of D are the deviations
+    of the last K checkpoints from the running mean.
 
     Args:
-        model: the network, or `Members` that were trained together, each of which gets its own Gaussian.
-        checkpoints: a `Recorder`, or a list of state dicts. Mean and variance are over all recorded checkpoints,
-            kept or not; the columns of D are those of the kept ones.
-        rank: the number of columns of D, the last ones (K in the paper); by default all.
-        scale: factor of the covariance; 0.5 is the paper's formula.
-        data: inputs `[N, ...]`, `(x, y)` or an iterable of batches. If the network has batch norm, each draw
-            recomputes its statistics on them (see `subspace`); without data, all draws use the averages.
+        model: The network, or a function that builds one, or `Members` that were trained together, each of which gets
+            its own Gaussian. It is not changed.
+        checkpoints: A `Recorder`, or a list of state dicts. Mean and variance are over all recorded checkpoints, kept
+            or not; the columns of D are those of the kept ones.
+        rank: Number of columns of D (K in the paper); by default all.
+        scale: Factor of the covariance; 0.5 is the paper's formula.
+        data: Inputs to recompute batch-norm statistics on for each draw (see `subspace`). By default all draws use the
+            averages.
+        task: Task of the predictions, if it cannot be inferred.
 
-    >>> model = nn.Linear(3, 2)
-    >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
-    >>> net = swag(model, checkpoints, rank=5)
-    >>> net(torch.ones(5, 3), draws=30).shape
-    torch.Size([30, 5, 2])
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`, or `[M * D, B, ...]` for `Members`.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> checkpoints = [{k: v + i for k, v in model.state_dict().items()} for i in range(10)]
+        >>> net = swag(model, checkpoints, rank=5)
+        >>> net(torch.ones(5, 3), draws=30).shape
+        torch.Size([30, 5, 2])
     """
     if rank is not None:
         check_count("rank", rank)
     check_number("scale", scale, 0, above=True)
     data = Batches.of(data)
 
-    def convert(centre: nn.Module, trajectory: Trajectory) -> Multitude:
+    def convert(center: nn.Module, trajectory: Trajectory) -> Multitude:
         columns = len(trajectory.states) if rank is None else rank
         if not 2 <= columns <= len(trajectory.states):
             raise ValueError(f"rank must be 2 to {len(trajectory.states)}, the number of checkpoints, got {columns}")
         deviations: list[Tensor] = []
         for state, moments in trajectory.along():
-            deviations = [*deviations[1 - columns :], flat_state(state, centre) - flat_state(moments.mean, centre)]
-        std = math.sqrt(scale) * flat_state(moments.variance, centre).sqrt()
+            deviations = [*deviations[1 - columns :], flat_state(state, center) - flat_state(moments.mean, center)]
+        std = math.sqrt(scale) * flat_state(moments.variance, center).sqrt()
         factor = math.sqrt(scale / (columns - 1)) * torch.stack(deviations)
-        _load(centre, trajectory.states[-1] | moments.mean)
-        return _finished(GaussianAround(centre, std, factor), data)
+        _load(center, trajectory.states[-1] | moments.mean)
+        return _with_data(GaussianAround(center, std, factor), data)
 
     return _converted(model, checkpoints, convert, task, least=2)
 
@@ -377,7 +408,7 @@ def _converted(
         return fuse([_converted(model.member(i), trajectory.of_member(i), convert, task, least) for i in members])
     network = check_model(model)
     if isinstance(network, Around):
-        raise ValueError("model draws its weights around a trajectory already: convert the plain network")
+        raise ValueError("model already draws its weights around a trajectory: convert the plain network")
     if not weights_of(network):
         raise ValueError(f"model ({type(network).__name__}) has no weights to draw")
     network = copied(network)
@@ -389,13 +420,14 @@ def _load(network: nn.Module, state: State) -> None:
     network.load_state_dict(state, strict=False)  # entries that are not tensors stay the model's
 
 
-def _finished(network: Around, data: Batches | None, floor: float | None = None, tries: int = 5) -> Subspace:
+def _with_data(network: Around, data: Batches | None, floor: float | None = None, tries: int = 5) -> Subspace:
+    """Return the subspace, with data for batch-norm statistics and the floor."""
     if data is not None and (norms(network) or floor is not None):
         network.data, network.floor, network.tries = data, floor, tries
         if norms(network):
             _load(network.network, statistics(network.network, {}, data))
         if floor is not None and (reached := accuracy(network.network, {}, data)) < floor:
-            raise ValueError(f"floor={floor!r} is above the accuracy of the centre on data, {reached:.3f}")
+            raise ValueError(f"floor={floor!r} is above the accuracy of the center on data, {reached:.3f}")
     return Subspace(network)
 
 
@@ -403,7 +435,7 @@ def _finished(network: Around, data: Batches | None, floor: float | None = None,
 
 
 def _train(net: Multitude, training: Training, settings: Settings) -> Training:
-    """Keep the learning rate above a floor: checkpoints that no longer move would all be the same."""
+    """Keep the learning rate above a floor, since checkpoints would be the same at a rate of 0."""
     floor = settings["floor_rate"]
     check_number("floor_rate", floor, 0, high=1)
     falling = schedule_of(training.get("schedule", "cosine"))
@@ -411,7 +443,7 @@ def _train(net: Multitude, training: Training, settings: Settings) -> Training:
 
 
 def _times(steps: int, settings: Settings) -> list[int]:
-    """Spread the checkpoints evenly over the last `share` of the steps, or over more in a short training."""
+    """Spread the checkpoints evenly over the last `share` of the steps, or over more in a short training run."""
     count, share = check_count("checkpoints", settings["checkpoints"]), settings["share"]
     check_number("share", share, 0, high=1, above=True)
     if steps < count:
@@ -421,15 +453,15 @@ def _times(steps: int, settings: Settings) -> list[int]:
 
 
 def _swag(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
-    return _settled(swag(net, recorder or [], data=x, **without(settings, *_RECORDING)), seed)
+    return _fix_draws(swag(net, recorder or [], data=x, **without(settings, *_RECORDING)), seed)
 
 
 def _subspace(net: Multitude, recorder: Recorder | None, x: Tensor, settings: Settings, seed: int) -> Multitude:
-    return _settled(subspace(net, checkpoints=recorder or [], data=x, **without(settings, *_RECORDING)), seed)
+    return _fix_draws(subspace(net, checkpoints=recorder or [], data=x, **without(settings, *_RECORDING)), seed)
 
 
-def _settled(net: Multitude, seed: int) -> Multitude:
-    """Fix the draws if there is batch norm: statistics take a pass over the data, and are not in a state dict."""
+def _fix_draws(net: Multitude, seed: int) -> Multitude:
+    """Fix the draws if there is batch norm, whose statistics take a pass over the data and are not in a state dict."""
     return net.networks(seed=seed) if isinstance(net, Subspace) and norms(net.network) else net
 
 
@@ -437,14 +469,14 @@ _RECORDING = {"checkpoints": 10, "share": 0.4, "floor_rate": 0.3}
 ROWS = (
     Method(
         "swag", single, {**_RECORDING, "rank": None, "scale": 0.5},
-        "One network to train; twelve of them to keep, and a forward a draw.",
-        "Pick it when you can record the last part of a training.",
+        "Training of one network. Storage of twelve networks. One forward per draw.",
+        "Pick it if you can record checkpoints in the last part of training.",
         place=130, train=_train, times=_times, finish=_swag,
     ),
     Method(
         "subspace", single, {**_RECORDING, "kind": "diagonal", "rank": 5, "scale": None},
-        "One network to train; a few directions to keep, and a forward a draw.",
-        "Pick it to see how much is gained around one solution, without leaving it.",
+        "Training of one network. Storage of a few directions. One forward per draw.",
+        "Pick it to measure the gain from weights close to one solution.",
         place=140, train=_train, times=_times, finish=_subspace,
     ),
 )  # fmt: skip

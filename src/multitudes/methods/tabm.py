@@ -1,8 +1,8 @@
-"""TabM: many perceptrons for a table in one network, by BatchEnsemble.
+"""TabM: BatchEnsemble of perceptrons for tables.
 
 Gorishniy, Kotelnikov and Babenko, *TabM: advancing tabular deep learning with parameter-efficient ensembling*, 2025.
-The members share all weights except their output layers and factors. Only the factors on the first layer's inputs start
-random. Each member learns from the loss of its own prediction; the shared weights keep it from overfitting.
+Members share all weights except their output layers and factors. Only the factors on the first layer's inputs start
+random. Each member learns from the loss of its own prediction; sharing weights reduces overfitting.
 """
 
 from __future__ import annotations
@@ -33,18 +33,28 @@ def tabm(
     task: str | None = None,
     seed: int | None = None,
 ) -> SharedMembers:
-    """Convert a network for tables, usually `mt.models.tabular`, to one of many members (Gorishniy et al., 2025).
+    """Convert a network for tables to TabM (Gorishniy et al., 2025): a BatchEnsemble with an output layer per member.
 
-    `variant="tabm"` gives each layer factors and biases for each member; "mini" gives factors to the first layer's
-    inputs only; "packed" gives each member all weights except the embeddings. In all three, each member has its own
-    output layer. `rows` is as in `batch_ensemble`. The output layers of other networks are found by running
-    them on `example`.
+    Args:
+        model: The network, usually `mt.models.tabular`, or a function that builds one. It is not changed.
+        members: Number of members.
+        variant: `"tabm"` for factors and biases per member on each layer; `"mini"` for factors on the first layer's
+            inputs only; `"packed"` for members that share nothing but embeddings.
+        rows: `"shared"`, or `"own"` to train each member on its own part of the batch, as in `batch_ensemble`.
+        example: One batch of inputs to find the output layers with, for networks other than `tabular`.
+        init: Where the shared weights start: `"fresh"`, `"heads"` or `"pretrained"`, as in `deep_ensemble`.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights and factors.
 
-    >>> from multitudes.models import tabular
-    >>> net = tabm(tabular(8, 1, hidden=(64, 64)))
-    >>> import torch
-    >>> net(torch.randn(5, 8)).shape
-    torch.Size([32, 5, 1])
+    Returns:
+        A multitude with predictions `[M, B, ...]`.
+
+    Example:
+        >>> import torch
+        >>> from multitudes.models import tabular
+        >>> net = tabm(tabular(8, 1, hidden=(64, 64)))
+        >>> net(torch.randn(5, 8)).shape
+        torch.Size([32, 5, 1])
     """
     check_choice("variant", variant, VARIANTS)
     model = build_network(model)
@@ -54,11 +64,11 @@ def tabm(
     heads = layers[-1:] if chunks else output_layers(network, None, example)
     others = [name for name in layers if name not in heads]
     if not others:
-        raise ValueError(f"model ({type(network).__name__}) must have a hidden layer, which members are told apart by")
+        raise ValueError(f"model ({type(network).__name__}) must have a hidden layer, in which its members differ")
     return batch_ensemble(
         model,
         members,
-        # Signs keep the size of numbers; normal factors let an embedding be more or less important to a member.
+        # Signs keep the size of numbers; normal factors weight embeddings differently in each member.
         factors="normal" if getattr(network, "embedding", None) is not None else "sign",
         spread=1.0,
         center=0.0,
@@ -77,9 +87,8 @@ def tabm(
 ROWS = (
     Method(
         "tabm", by(tabm), {"members": 8, "variant": "tabm", "rows": "shared"},
-        "Little more parameters than one network; the time of its members, side by side.",
-        "Pick it first where the data are a table.",
-        place=12,
-        tables=True,
+        "Slightly more parameters than one network. Time of all members, in one batch.",
+        "Pick it first for tables.",
+        place=12, tables=True,
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from multitudes.evaluation.conformal import Conformal
 from multitudes.lab.data.preprocessing import Preprocessing, layout_of, mean_std
 from multitudes.lab.data.splits import fold_rows, spread
 from multitudes.lab.data.tables.columns import Column
-from multitudes.methods.registry import chosen, collect
+from multitudes.methods.registry import collect, method_named
 from multitudes.networks.devices import device_of
 from multitudes.networks.seeds import mixed
 from multitudes.sklearn.fitted import SEED, FittedModel, predict_on_cpu
@@ -115,7 +115,7 @@ class MultitudeEstimator(BaseEstimator):
     def _fit_settings(self, task: str, outputs: int, quantiles: tuple[float, ...] | None = None) -> FitSettings:
         """Check the arguments and collect them."""
         given = {name: python_number(value) for name, value in self.get_params(deep=False).items()}
-        method = chosen(collect(), given["method"])
+        method = method_named(given["method"], collect())
         if method.feature_maps:
             raise ValueError(f"method {method.name!r} smooths feature maps; rows of a table have none")
         if method.pretrained and not isinstance(given["module"], nn.Module):

@@ -19,7 +19,7 @@ from multitudes.lab.study.spec.method_rows import METHODS, Method, method_of, me
 from multitudes.lab.study.spec.network_sources import build_network, defaults, network_names, outputs_of
 from multitudes.lab.study.spec.planning import prepare
 from multitudes.lab.study.spec.specification import Spec
-from multitudes.methods.catalog import listed
+from multitudes.methods.catalog import list_methods
 from multitudes.methods.dropout import Dropout
 from multitudes.methods.subspace import Subspace
 from multitudes.networks.stochastic import stochastic_layers
@@ -56,7 +56,7 @@ def batches(count: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 def test_the_catalog_lists_the_rows_of_all_methods():
     rows = [(row.name, dict(row.settings), row.costs, row.pick, row.place) for row in METHODS.values()]
-    assert [(each.name, each.settings, each.costs, each.pick, each.place) for each in listed()] == rows
+    assert [(each.name, each.settings, each.costs, each.pick, each.place) for each in list_methods()] == rows
 
 
 def trained(method: Method, network: nn.Module, given: dict[str, Any] | None = None, epochs: int = 4) -> Multitude:

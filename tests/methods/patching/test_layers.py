@@ -1,15 +1,19 @@
-"""Patched layers, against the plain layers that they stand for."""
+"""Patched layers of every class, compared with the plain layers that they replace."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import RelaxedOneHotCategorical
 
@@ -17,6 +21,7 @@ import multitudes as mt
 from multitudes.methods.patching import family, patched
 from multitudes.methods.patching.layers import Patch
 from tests.methods.patching.test_patching import assigned, mlp, patches
+from tests.zoo.of_parts import Of
 
 
 def everything() -> nn.Module:
@@ -96,30 +101,6 @@ def test_running_statistics_are_shared_and_keep_their_names() -> None:
     x = torch.randn(64, 4) + 3
     torch.optim.swa_utils.update_bn([x], net.network)
     torch.testing.assert_close(net.network[1].running_mean, model[0](x).mean(0))
-
-
-def test_every_kind_of_layer_draws_the_same_under_vmap_and_in_a_loop() -> None:
-    x = torch.randn(3, 4, 9)
-    for assignment, mixing, relaxation in [
-        ("network", "uniform", "straight-through"), ("layer", [0.2, 0.2, 0.6], "straight-through"),
-        ("row", "learned", "straight-through"), ("element", "learned", "weighted"), ("element", "uniform", "weighted"),
-    ]:  # fmt: skip
-        options = {"mixing": mixing, "relaxation": relaxation}
-        net = family(everything(), 3, assignment, 0.01, **options, seed=0).eval()
-        assert len(patches(net)) == 7
-        together = net(x, draws=6, seed=3)
-        assert (together.std(0) > 0).all()
-        net._draw_cache.runner = "one_by_one"
-        torch.testing.assert_close(net(x, draws=6, seed=3), together, rtol=1e-4, atol=1e-5)
-
-
-def test_a_transformers_layers_can_be_patched() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    net = patched(model, 3, "norm1|norm2|linear1", init="pretrained", spread=0.5)
-    x = torch.randn(2, 5, 8)
-    assert (net(x, draws=4).std(0) > 0).all()
-    torch.testing.assert_close(net(x, draws=0)[0], model(x), rtol=1e-4, atol=1e-5)
 
 
 # -- learned probabilities ---------------------------------------------------------------------------------
@@ -203,22 +184,8 @@ def test_a_failed_forward_leaves_no_assignment_behind() -> None:
     net = family(everything(), 3, "network", seed=0).eval()
     with pytest.raises(ValueError, match="does not fit"):
         net(torch.randn(3, 5, 9), draws=4)
-    assert net.network[0].mixing.shared is None
     want = net(torch.ones(1, 4, 9), draws=4, seed=0)
     assert torch.equal(pickle.loads(pickle.dumps(net))(torch.ones(1, 4, 9), draws=4, seed=0), want)
-
-
-@pytest.mark.parametrize(("assignment", "relaxation"), [("network", "straight-through"), ("row", "weighted")])
-def test_compiled_agrees_with_eager(assignment: str, relaxation: str) -> None:
-    torch.compiler.reset()
-    net = family(mlp(), 3, assignment, mixing="learned", relaxation=relaxation, seed=0).eval()
-    x, compiled = torch.randn(8, 4), torch.compile(net, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, draws=0), net(x, draws=0), rtol=1e-4, atol=1e-5)
-    net.train()
-    before = net.network[1].running_mean.clone()
-    compiled(x).square().sum().backward()
-    assert net.get_parameter("0.mixing.logits").grad.any()
-    assert not torch.equal(net.network[1].running_mean, before)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, partial(nn.GroupNorm, 2)])
@@ -232,12 +199,126 @@ def test_autocast_gives_the_dtype_that_the_model_gives(norm: Callable[[int], nn.
         assert net.train()(x).dtype == model.train()(x).dtype
 
 
-def test_an_ensemble_of_explicit_ensembles_keeps_its_probabilities() -> None:
-    net = mt.deep_ensemble(family(mlp(), 3, "network", mixing="learned", seed=0), 2, seed=0).eval()
-    x, shapes = torch.randn(8, 4), {name: p.shape for name, p in net.named_parameters()}
-    assert shapes["0.0.mixing.logits"] == shapes["1.0.mixing.logits"] == (3,)
-    assert len([name for name in shapes if "logits" in name]) == 2
-    for runner in ("loop", "vmapped"):
-        net.runner = runner
-        assert net(x, draws=5).shape == (10, 8, 3)
-        assert {name: p.shape for name, p in net.named_parameters()} == shapes
+# -- norms and layers of any class -------------------------------------------------------------------------
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """ConvNeXt's norm over the channels of an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class RootMeanSquareNorm(nn.Module):
+    """Gemma's norm, with a weight around zero; with `squash` it is not affine in its weight."""
+
+    def __init__(self, width: int, squash: bool = False) -> None:
+        super().__init__()
+        self.weight, self.squash = nn.Parameter(torch.zeros(width)), squash
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * (1 + self.weight)
+        return y.tanh() if self.squash else y
+
+
+class Norms(nn.Module):
+    """One of each kind of norm, and layers between."""
+
+    def __init__(self, squash: bool = False) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 6, 3), LayerNorm2d(6)
+        self.second, self.third = nn.InstanceNorm2d(6, affine=True), nn.RMSNorm(6)
+        self.fourth, self.fifth, self.head = nn.LayerNorm(6), RootMeanSquareNorm(6, squash), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.second(self.first(self.stem(x)))).mean((2, 3))
+        return self.head(self.fifth(self.fourth(self.third(x))))
+
+
+def test_all_norms_that_are_affine_in_their_weight_are_patched() -> None:
+    torch.manual_seed(0)
+    model, x = Norms().eval(), torch.randn(4, 3, 8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = mt.patched(model, 3, init="pretrained", spread=0.3, example=x, seed=0).eval()
+    names = {"first", "second", "third", "fourth", "fifth", "head"}
+    assert {name for name in net.notes if "components" in net.notes[name]} == names
+    assert isinstance(net.first, Patch)
+    drawn, frozen = net(x, draws=4, seed=3), mt.freeze(net, 4, seed=3)
+    for i in range(4):
+        plain = frozen.member(i)
+        assert [type(m) for m in plain.modules()] == [type(m) for m in model.modules()]
+        torch.testing.assert_close(drawn[i], plain(x), rtol=1e-4, atol=1e-5)
+        for name in names - {"head"}:  # every drawn weight is one of the components
+            stack = net.get_parameter(f"{name}.weight")
+            assert any(torch.equal(plain.get_parameter(f"{name}.weight"), component) for component in stack)
+    torch.testing.assert_close(net(x, draws=0)[0], model(x), rtol=1e-4, atol=1e-5)  # the components' mean
+    assert not torch.allclose(drawn[0], drawn[1])
+
+
+def test_a_norm_that_is_not_affine_is_skipped_with_a_warning() -> None:
+    x = torch.randn(4, 3, 8, 8)
+    with pytest.warns(UserWarning, match=r"4 of 5 norm layers are patched, but not RootMeanSquareNorm \(1\)"):
+        net = mt.patched(Norms(squash=True), 3, init="pretrained", example=x)
+    assert isinstance(net.network.fifth, RootMeanSquareNorm)
+
+
+def inputs_first() -> nn.Module:
+    parts = {"weight": nn.Parameter(torch.randn(5, 4)), "bias": nn.Parameter(torch.randn(4))}
+    return Of(lambda net, x: x @ net.weight + net.bias, **parts)
+
+
+class OwnLinear(nn.Linear):
+    """A subclass that inherits its forward."""
+
+
+ANY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "subclass": (lambda: OwnLinear(5, 4), (5,)),
+    "inputs_first": (inputs_first, (5,)),
+    "transposed": (lambda: nn.ConvTranspose1d(5, 4, 3, stride=2), (5, 6)),
+}
+
+
+@pytest.mark.parametrize("assignment", ["network", "layer", "row", "element"])
+@pytest.mark.parametrize("kind", list(ANY))
+def test_layers_of_any_class_are_drawn_by_the_equation(kind: str, assignment: str) -> None:
+    torch.manual_seed(0)
+    build, shape = ANY[kind]
+    model, x = nn.Sequential(build()), torch.randn(3, *shape)
+    net = family(model, 3, assignment, init="pretrained", spread=0.5, seed=0).eval()
+    layer: Any = net.network[0]
+    assert isinstance(layer, Patch)
+    frozen = mt.freeze(net, 3, seed=1)
+    torch.testing.assert_close(net(x, draws=3, seed=1), frozen(x), rtol=1e-4, atol=1e-5)
+    for i in range(3):
+        weight = frozen.member(i)[0].weight
+        assert type(frozen.member(i)[0]) is type(model[0])
+        which = (layer.weight == weight).float().argmax(0)
+        assert torch.equal(layer.weight.gather(0, which[None])[0], weight)
+        if assignment in ("network", "layer"):
+            assert len(which.unique()) == 1
+        if assignment == "row":  # one component for each input
+            axis = 1 if kind == "subclass" else 0
+            by_input = which.movedim(axis, 0).flatten(1)
+            assert torch.equal(by_input, by_input[:, :1].expand_as(by_input))
+
+
+def test_patches_of_any_class_are_saved(tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 8, 8)
+    net = mt.patched(Norms(), 3, init="pretrained", example=x).eval()
+    mt.save(net, tmp_path / "net.safetensors")
+    again = mt.load(tmp_path / "net.safetensors", Norms()).eval()
+    torch.testing.assert_close(again(x, draws=3, seed=1), net(x, draws=3, seed=1))
+
+
+def test_norms_of_a_hugging_face_convnext_are_patched() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=5)
+    model, x = transformers.ConvNextForImageClassification(config).eval(), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    norms = [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = mt.patched(model, 3, init="pretrained", example=x).eval()
+    assert len(norms) == 5
+    assert all("components" in net.notes[name] for name in norms)
+    torch.testing.assert_close(mt.freeze(net, 2, seed=0)(x), net(x, draws=2, seed=0), rtol=1e-4, atol=1e-5)

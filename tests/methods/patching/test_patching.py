@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import multitudes as mt
-from multitudes.methods.patching import Patched, family, patched
+from multitudes.methods.patching import Patched, family, patched, patching_kl
 from multitudes.methods.patching.layers import Mixing, Patch
 from tests.zoo.of_parts import Of
 
@@ -41,7 +41,7 @@ def patches(net: mt.Multitude) -> dict[str, Patch]:
 
 
 def assigned(monkeypatch: pytest.MonkeyPatch, *numbers: Any) -> None:
-    """Let the next assignments be these."""
+    """Set the next assignments."""
     following = iter(numbers)
     monkeypatch.setattr(Mixing, "assign", lambda self, shape, like: torch.as_tensor(next(following)).expand(shape))
 
@@ -110,7 +110,7 @@ def test_ensemble_sizes_are_table_3s() -> None:
 
 
 def close(samples: Tensor, expected: Tensor) -> bool:
-    """Whether the mean over draws `[D, ...]` is what it should be, up to five standard errors."""
+    """Return whether the mean over draws `[D, ...]` is within five standard errors."""
     error = samples.std(0) / len(samples) ** 0.5
     return bool(((samples.mean(0) - expected).abs() <= 5 * error + 1e-6).all())
 
@@ -135,30 +135,12 @@ def test_rows_and_a_zero_component_are_dropout_given_the_mask(
     torch.testing.assert_close(net(x)[0], layer(x * mask.view(4, *[1] * (x.dim() - 2))))
 
 
-def test_rows_and_a_zero_component_are_dropout_in_distribution() -> None:
-    torch.manual_seed(0)
-    layer, x, p, draws = nn.Linear(5, 3).double(), torch.randn(1, 5).double(), 0.3, 5000
-    net = family(layer, 2, "row", zero_component=True, mixing=[1 - p, p], init="pretrained").eval()
-    with torch.no_grad():
-        mean, scaled = layer((1 - p) * x)[0], layer.weight * x
-        torch.testing.assert_close(net(x, draws=0)[0, 0], mean)
-        for drawn in (net(x, draws=draws, seed=0)[:, 0], layer((1 - p) * F.dropout(x.expand(draws, -1), p))):
-            away = drawn - mean
-            assert close(drawn, mean)
-            assert close(away.unsqueeze(2) * away.unsqueeze(1), p * (1 - p) * scaled @ scaled.T)
-
-
 def test_elements_and_a_zero_component_are_dropconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    layer, x, p = nn.Linear(5, 3), torch.randn(1, 5), 0.2
-    net = family(layer, 2, "element", zero_component=True, mixing=[1 - p, p], init="pretrained").eval()
-    with torch.no_grad():
-        away = net(x, draws=5000, seed=0)[:, 0] - F.linear(x, (1 - p) * layer.weight, layer.bias)
-        variance = p * (1 - p) * (layer.weight * x).square().sum(1)  # independent from output to output
-        assert close(away.unsqueeze(2) * away.unsqueeze(1), variance.diag())
-        mask = torch.randint(2, (3, 5))
-        assigned(monkeypatch, 1 - mask)
-        torch.testing.assert_close(net(x, draws=1)[0], F.linear(x, layer.weight * mask, layer.bias))
+    layer, x, mask = nn.Linear(5, 3), torch.randn(1, 5), torch.randint(2, (3, 5))
+    net = family(layer, 2, "element", zero_component=True, mixing=[0.8, 0.2], init="pretrained").eval()
+    assigned(monkeypatch, 1 - mask)
+    torch.testing.assert_close(net(x, draws=1)[0], F.linear(x, layer.weight * mask, layer.bias))
 
 
 def components_of(net: Patched, numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -189,7 +171,7 @@ def test_draws_are_the_enumerated_networks_with_their_probabilities(assignment: 
     assert total == draws
 
 
-def test_ecmp_takes_each_element_from_a_component_of_its_own() -> None:
+def test_ecmp_draws_the_component_of_each_element_separately() -> None:
     net, p = patched(nn.Linear(2, 2), 3, "output", cross=True, mixing=[0.5, 0.3, 0.2]).eval(), [0.5, 0.3, 0.2]
     with torch.no_grad():
         for parameter in net.parameters():
@@ -239,7 +221,7 @@ def test_weights_have_the_mixtures_mean_and_variance(assignment: str, zero: bool
         (lambda name, layer: isinstance(layer, nn.Linear), ["0", "3"]),
     ],
 )
-def test_layers_says_what_is_patched(layers: Any, names: list[str]) -> None:
+def test_layers_selects_the_patched_layers(layers: Any, names: list[str]) -> None:
     assert list(patches(patched(mlp(), 2, layers))) == names
 
 
@@ -249,7 +231,7 @@ def test_the_output_is_the_last_layer_that_runs() -> None:
     assert list(patches(patched(net, 2, "input", example=torch.zeros(1, 4)))) == ["body"]
 
 
-def test_components_of_a_fresh_network_start_apart() -> None:
+def test_components_of_a_fresh_network_start_different() -> None:
     model = mlp()
     net = patched(model, 4, None, seed=0)
     for patch in patches(net).values():
@@ -262,7 +244,7 @@ def test_components_of_a_fresh_network_start_apart() -> None:
     assert (correlations - torch.eye(4)).abs().max() < 0.1
 
 
-def test_components_that_would_all_be_zero_start_apart_too() -> None:
+def test_components_of_zero_weights_start_different() -> None:
     model = mlp()
     for parameter in [*model[1].parameters(), *model[3].parameters()]:
         nn.init.zeros_(parameter)
@@ -271,7 +253,7 @@ def test_components_that_would_all_be_zero_start_apart_too() -> None:
         assert 0.1 < patch.weight.std() * fan_in**0.5 < 0.3
 
 
-def test_fresh_members_forget_what_was_learned() -> None:
+def test_fresh_members_are_reset_completely() -> None:
     net = patched(mlp(), 3, None, mixing="learned", seed=0).train()
     for _ in range(20):  # after which it looks trained
         net(torch.randn(8, 4) + 3)
@@ -296,7 +278,7 @@ class Initialised(nn.Sequential):
 
 
 @pytest.mark.parametrize("layers", ["norm+output", None])
-def test_no_layer_without_a_weight_is_left_for_a_networks_own_code(layers: str | None) -> None:
+def test_no_torch_layer_without_a_weight_remains(layers: str | None) -> None:
     net = patched(Initialised(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), 3, layers, seed=0)
     assert all(m.weight is not None for m in net.modules() if isinstance(m, (nn.Linear, nn.LayerNorm)))
     assert mt.deep_ensemble(net, 2, seed=0)(torch.randn(5, 4), draws=2).shape == (4, 5, 3)
@@ -312,7 +294,7 @@ def test_components_of_a_pretrained_network_start_around_it(mixing: Any) -> None
     assert (net(x, draws=10).std(0) > 0).all()
 
 
-def test_conversion_keeps_what_it_can() -> None:
+def test_conversion_keeps_mode_names_and_frozen_weights() -> None:
     model = mlp().eval()
     model[3].requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -346,20 +328,20 @@ def test_conversion_keeps_what_it_can() -> None:
         ({"layers": ["2"]}, "layers: layer '2' is a Tanh, which this method cannot convert"),
     ],
 )
-def test_bad_arguments_are_told(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         family(mlp(), **{"components": 2} | options)
 
 
-def test_networks_that_cannot_be_patched_are_told() -> None:
+def test_networks_that_cannot_be_patched_are_errors() -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="layers: 'norm' finds no norm layer with a weight .* sum of norm, input, out"):
+    with pytest.raises(ValueError, match="layers: 'norm' selects nothing, since .* sum of norm, input, out"):
         patched(plain)
-    with pytest.raises(ValueError, match="layers: 'norm' finds no norm layer"):
+    with pytest.raises(ValueError, match="layers: 'norm' selects nothing"):
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, "norm")
-    with pytest.raises(ValueError, match="has no weight of its own"):
+    with pytest.raises(ValueError, match="has no weight to patch"):
         patched(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), 2, ["1"])
-    with pytest.raises(ValueError, match="'output' finds no convolution or linear layer"):
+    with pytest.raises(ValueError, match="'output' selects nothing"):
         patched(nn.Sequential(nn.LayerNorm(4)), 2, "output", example=torch.zeros(1, 4))
     with pytest.raises(ValueError, match="layer '0' is a GRU, which this method cannot convert"):
         patched(nn.Sequential(nn.GRU(3, 2), nn.Linear(2, 2)), 2, ["0"])
@@ -370,3 +352,110 @@ def test_networks_that_cannot_be_patched_are_told() -> None:
         patched(mlp(), 2).kl(weight_precision=-1)
     with pytest.raises(ValueError, match="multitude of members already"):
         patched(mt.deep_ensemble(mlp(), 2), 2)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------
+
+
+def enumerated(net: Patched, cross: bool) -> Iterator[tuple[float, dict[str, Tensor]]]:
+    """Every assignment's probability and the plain network's state, differentiable."""
+    stacks = {f"{name}.{own}": t for name, patch in patches(net).items() for own, t in patch.named_parameters()}
+    shared = {name: t for name, t in net.named_parameters() if name not in stacks}
+    layers = {name: name.rpartition(".")[0] for name in stacks}
+    places = [t[0].numel() for t in stacks.values()] if cross else [len(set(layers.values()))]
+    for numbers in itertools.product(range(2), repeat=sum(places)):
+        if cross:
+            parts = torch.tensor(numbers).split(places)
+            state = {
+                name: t.gather(0, z.view(1, *t.shape[1:]))[0]
+                for (name, t), z in zip(stacks.items(), parts, strict=True)
+            }
+        else:
+            of = dict(zip(dict.fromkeys(layers.values()), numbers, strict=True))
+            state = {name: t[of[layers[name]]] for name, t in stacks.items()}
+        yield 0.5 ** len(numbers), shared | state
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_the_gradient_of_one_draw_is_unbiased(cross: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 2, bias=False)).double()
+    net = patched(model, 2, cross=cross, spread=0.8, example=torch.zeros(1, 2).double()).train()
+    x, y = torch.randn(6, 2).double(), torch.randint(2, (6,))
+    losses = [p * F.cross_entropy(functional_call(model, s, (x,)), y) for p, s in enumerated(net, cross)]
+    assert len(losses) == net.ensemble_size() == (2**8 if cross else 2**2)
+    parameters = list(net.parameters())
+    exact = torch.cat([g.flatten() for g in torch.autograd.grad(sum(losses), parameters)])
+
+    def one() -> Tensor:
+        gradients = torch.autograd.grad(net.loss(x, y), parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([g.flatten() for g in gradients])
+
+    drawn = torch.stack([one() for _ in range(1500)])
+    assert close(drawn, exact)
+    assert (drawn.mean(0) - exact).norm() < 0.1 * exact.norm()
+
+
+# -- the objective -----------------------------------------------------------------------------------------
+
+
+def squares(*tensors: Tensor) -> float:
+    return sum(float((t.detach().double() ** 2).sum()) for t in tensors)
+
+
+def test_the_divergence_is_equation_6() -> None:
+    model = mlp()
+    net = patched(model, 3, mixing=[0.2, 0.3, 0.5], weight_precision=2.0, bias_precision=0.7)
+    shared, norm, _, output = net.network
+    want = 2.0 / 2 * squares(shared.weight) + 0.7 / 2 * squares(shared.bias)
+    for k, p in enumerate([0.2, 0.3, 0.5]):
+        want += p * 2.0 / 2 * squares(norm.weight[k], output.weight[k])
+        want += p * 0.7 / 2 * squares(norm.bias[k], output.bias[k])
+    assert net.kl().item() == pytest.approx(want, rel=1e-5)
+    assert net.kl(bias_precision=0.0, weight_precision=1.0).item() < net.kl(weight_precision=1.0).item() < want
+    assert net.kl(weight_precision=4.0, bias_precision=1.4).item() == pytest.approx(2 * want, rel=1e-5)
+
+
+def test_the_divergence_of_dropout_is_equation_2() -> None:
+    precisions = {"weight_precision": 3.0, "bias_precision": 2.0}
+    net = family(mlp(), 2, "row", zero_component=True, mixing=[0.9, 0.1], init="pretrained", **precisions)
+    first, norm, _, last = net.network
+    want = 0.9 * 3.0 / 2 * squares(first.weight, last.weight) + 2.0 / 2 * squares(first.bias, last.bias)
+    want += 3.0 / 2 * squares(norm.weight) + 2.0 / 2 * squares(norm.bias)
+    assert net.kl().item() == pytest.approx(want, rel=1e-5)
+
+
+def test_the_divergence_of_well_separated_components_is_the_true_one_up_to_a_constant() -> None:
+    """This includes learned probabilities, for which the entropy of the assignment is not constant."""
+    sigma, tau, grid = 0.05, 0.8, numpy.linspace(-8, 8, 400_001)
+
+    def normal(mean: float, deviation: float) -> Any:
+        return numpy.exp(-0.5 * ((grid - mean) / deviation) ** 2) / (deviation * (2 * numpy.pi) ** 0.5)
+
+    def both(means: Sequence[float], p: Sequence[float]) -> tuple[float, float]:
+        net = family(nn.Linear(1, 1, bias=False), 2, "layer", sigma, mixing="learned", weight_precision=tau)
+        with torch.no_grad():
+            net.network.weight.copy_(torch.tensor(means).view(2, 1, 1))
+            net.network.mixing.logits.copy_(torch.tensor(p).log())
+        q = sum(share * normal(mean, sigma) for mean, share in zip(means, p, strict=True))
+        ratio = numpy.log(numpy.maximum(q, 1e-300) / normal(0.0, tau**-0.5))
+        return net.kl().item(), float((q * ratio).sum() * (grid[1] - grid[0]))
+
+    ours, true = zip(both([0.5, -1.0], [0.5, 0.5]), both([2.0, 1.0], [0.9, 0.1]), strict=True)
+    assert ours[1] - ours[0] == pytest.approx(true[1] - true[0], abs=1e-4)
+
+
+def test_the_loss_is_the_negative_elbo_of_one_example() -> None:
+    net, x, y = patched(mlp(), 3, seed=0).train(), torch.randn(8, 4), torch.randint(3, (8,))
+    torch.manual_seed(1)
+    likelihood = net.loss(x, y)
+    torch.manual_seed(1)
+    torch.testing.assert_close(net.loss(x, y, dataset_size=50), likelihood + net.kl() / 50)
+
+
+def test_patching_twice_counts_every_layer_once() -> None:
+    twice = patched(patched(mlp(), 3, "norm"), 2, "output", cross=True)
+    assert twice.ensemble_size() == 3 * 2 ** (18 + 3)
+    torch.testing.assert_close(twice.kl(weight_precision=2.0), patching_kl(twice.network, weight_precision=2.0))
+    with pytest.raises(ValueError, match="layers: layer '3' is a Patch, which cannot be patched"):
+        patched(twice, 2, "output")

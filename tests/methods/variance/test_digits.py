@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from multitudes.ensemble.multitude import Multitude
 from multitudes.methods.variance import kappa, phase, sparsify, variance
 from multitudes.methods.variance.layers import Absolute, VarianceLinear, variance_layers
 from multitudes.methods.variance.transition import THRESHOLD
+from tests.methods.test_digits import digits as load
 
 CHANCE = 0.1
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -21,9 +21,7 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(scope="module")
 def digits() -> Data:
-    data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
-    return images[:1200], labels[:1200], images[1200:], labels[1200:]
+    return load()
 
 
 def network(*after: nn.Module, width: int) -> nn.Module:
@@ -51,7 +49,7 @@ def accuracy(net: Multitude, data: Data, draws: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_zero_centred_network_learns_though_its_expectations_say_nothing(digits: Data) -> None:
+def test_a_zero_centered_network_learns_with_uninformative_expectations(digits: Data) -> None:
     torch.manual_seed(0)
     net = variance(network(Absolute(), width=64), ["dense"], "zero")
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
@@ -63,7 +61,7 @@ def test_a_zero_centred_network_learns_though_its_expectations_say_nothing(digit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", ["approximate", "stochastic", "student"])
-def test_log_alpha_climbs_at_a_learning_rate_of_its_own(digits: Data, kl: str) -> None:
+def test_log_alpha_rises_with_its_own_learning_rate(digits: Data, kl: str) -> None:
     torch.manual_seed(0)
     net = variance(network(nn.ReLU(), width=64), ["dense"], kl=kl)
     optimizer = torch.optim.Adam(net.parameter_groups(lr=3e-3, log_alpha=0.1))
@@ -82,21 +80,13 @@ def test_log_alpha_climbs_at_a_learning_rate_of_its_own(digits: Data, kl: str) -
 
 @dataclass
 class Record:
-    """Where a network stood in training."""
+    """State of a network in training."""
 
-    epoch: int
     log_alpha: float
     deterministic: float
     ensemble: float
     share: float
     kappas: Tensor
-
-    def __str__(self) -> str:
-        counts = torch.histc(self.kappas, bins=7, min=-10, max=4).int().tolist()
-        return (
-            f"epoch {self.epoch:3}  log alpha {self.log_alpha:5.2f}  deterministic {self.deterministic:.3f}  "
-            f"ensemble {self.ensemble:.3f}  kappa above threshold {self.share:.4f}  log10 |kappa| -10 to 4: {counts}"
-        )
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +103,10 @@ def history(digits: Data) -> tuple[Multitude, list[Record]]:
         schedule.step()
         if epoch in (5, 10, 20, 40, 80, 120, 160, 200, 240, 280):
             found = kappa(net, *digits[:2])["dense"]
-            told = phase(net)["dense"]
+            reached = phase(net)["dense"]
             kappas = found.abs().clamp(min=1e-25).log10().flatten()
             accuracies = accuracy(net, digits, draws=0), accuracy(net, digits, draws=50)
-            records.append(Record(epoch, told.log_alpha, *accuracies, told.share, kappas))
-            print(records[-1])
+            records.append(Record(reached.log_alpha, *accuracies, reached.share, kappas))
     return net, records
 
 

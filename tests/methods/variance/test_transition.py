@@ -134,7 +134,7 @@ def test_kappa_for_another_likelihood() -> None:
 
 @pytest.mark.parametrize("options", [{"chunk": 1}, {"chunk": 5}, {"batch_size": 3}, {"batch_size": 1, "chunk": 1000}])
 @pytest.mark.parametrize("name", ["mlp", "conv1d"])
-def test_kappa_does_not_depend_on_how_it_is_cut_up(name: str, options: dict[str, int]) -> None:
+def test_kappa_does_not_depend_on_chunks_and_batches(name: str, options: dict[str, int]) -> None:
     net, _, x, y = case(name)
     assert_same(kappa(net, x, y, **options), kappa(net, x, y))
 
@@ -148,7 +148,7 @@ def test_a_linear_layer_takes_one_product_for_each_unit(monkeypatch: pytest.Monk
     assert products == [4, 2]  # 6 units; there are 30 weights
 
 
-def test_kappa_leaves_the_network_as_it_was() -> None:
+def test_kappa_does_not_change_the_network() -> None:
     net, _, x, y = case("mlp")
     net.train()
     before, names = copy.deepcopy(net.state_dict()), list(net.state_dict())
@@ -159,7 +159,7 @@ def test_kappa_leaves_the_network_as_it_was() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_kappa_is_remembered_through_copies_but_not_saved() -> None:
+def test_kappa_is_copied_but_not_saved() -> None:
     net, _, x, y = case("mlp")
     found = kappa(net, x, y)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
@@ -180,15 +180,7 @@ def test_hutchinson_probing_is_unbiased(name: str) -> None:
         assert (many.mean(0) - values).norm() < 0.4 * few  # a hundred times the probes: a tenth of the error
 
 
-def test_one_probe_is_enough_where_the_hessian_is_diagonal() -> None:
-    """Inputs with one entry each, one output: no two weights ever meet in an example."""
-    torch.manual_seed(0)
-    net = variance(nn.Sequential(nn.Linear(4, 1)).double(), ["0"])
-    x, y = torch.eye(4, dtype=torch.float64).repeat(3, 1), torch.randn(12, 1, dtype=torch.float64)
-    assert_same(kappa(net, x, y, F.mse_loss, method="hutchinson", probes=1), kappa(net, x, y, F.mse_loss))
-
-
-def test_probes_repeat_with_a_seed_and_leave_torchs_own_alone() -> None:
+def test_probes_repeat_with_a_seed_and_keep_torchs_random_state() -> None:
     net, _, x, y = case("mlp")
     state = torch.get_rng_state()
     first = kappa(net, x, y, method="hutchinson", probes=3, seed=1)
@@ -218,7 +210,7 @@ def test_the_phase_is_log_alpha_and_the_share_of_weights_above_a_threshold() -> 
 
 @pytest.mark.parametrize("parameterization", PARAMETERIZATIONS)
 @pytest.mark.parametrize("to", ["zero", "mean"])
-def test_weights_of_small_kappa_are_fixed_and_the_others_stay_as_they_are(to: str, parameterization: str) -> None:
+def test_only_weights_with_small_kappa_are_fixed(to: str, parameterization: str) -> None:
     net, _, x, y = case("mlp", parameterization, ["4"])
     found = kappa(net.eval(), x, y)["4"]
     threshold = found.abs().median().item()
@@ -235,7 +227,7 @@ def test_weights_of_small_kappa_are_fixed_and_the_others_stay_as_they_are(to: st
 
 
 def test_a_fixed_weight_draws_nothing() -> None:
-    """With all weights but one fixed, the output's variance is that weight's alone."""
+    """If all weights but one are fixed, the output's variance comes from this weight."""
     net, _, x, y = case("mlp", layers=["0"])
     found = kappa(net, x, y)["0"].abs()
     sparse, compression = sparsify(net, found.max().item(), to="mean")
@@ -248,7 +240,7 @@ def test_a_fixed_weight_draws_nothing() -> None:
     torch.testing.assert_close(spread, want, rtol=0.06, atol=1e-12)
 
 
-def test_fixed_weights_stay_fixed_whatever_training_does() -> None:
+def test_fixed_weights_stay_fixed_in_training() -> None:
     net, x, y, found = measured()
     for to in ("zero", "mean"):
         sparse = sparsify(net, found["0"].abs().median().item(), to=to).net
@@ -291,7 +283,7 @@ def test_thresholds_from_none_to_all() -> None:
     torch.testing.assert_close(all_.net(x, draws=3), net(x, draws=0).expand(3, -1, -1))
 
 
-def test_what_was_fixed_once_keeps_its_value() -> None:
+def test_weights_fixed_twice_keep_their_first_value() -> None:
     net, x, y, found = measured()
     first = sparsify(net, found["0"].abs().median().item(), to="mean").net
     again = kappa(first, x, y)["0"]
@@ -312,13 +304,13 @@ def test_what_was_fixed_once_keeps_its_value() -> None:
         (lambda net, x, y: kappa(mt.deep_ensemble(net, 2), x, y), r"net is a multitude of members \(Members\)"),
         (lambda net, x, y: phase(net), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
         (lambda net, x, y: sparsify(net, 1.0), r"layer '0' has no kappa yet: call kappa\(net, x, y\) first"),
-        (lambda net, x, y: sparsify(net.network, 1.0), r"net must be a multitude, .*, got Sequential"),
+        (lambda net, x, y: sparsify(net.network, 1.0), "net must be a multitude made by .*, got Sequential"),
         (lambda net, x, y: phase(net, -1), "threshold must be 0 or more, got -1"),
         (lambda net, x, y: sparsify(net, -1), "threshold must be 0 or more, got -1"),
         (lambda net, x, y: sparsify(net, 1.0, to="mu"), "to must be one of zero, mean, got 'mu'"),
     ],
 )
-def test_bad_arguments(call: Callable[..., Any], message: str) -> None:
+def test_bad_arguments_are_errors(call: Callable[..., Any], message: str) -> None:
     net, _, x, y = case("mlp")
     with pytest.raises(ValueError, match=message):
         call(net, x, y)

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from multitudes.lab.cli.options import Common, DataOptions, located, model_place, words, writable
 from multitudes.lab.cli.screen import say, say_columns, say_dropped, show, table
-from multitudes.methods.catalog import listed
+from multitudes.methods.catalog import list_methods
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def methods(*, common: Common) -> None:
     """List the methods, their costs and when to use them."""
-    every = listed()
+    every = list_methods()
     rows = [[each.name, each.costs, each.pick] for each in every]
     show(table(["method", "costs", "when to use it"], rows, words=3), "", "Settings and defaults:")
     for each in every:

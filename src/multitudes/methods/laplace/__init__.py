@@ -1,17 +1,6 @@
-"""Last-layer Laplace: layers, curvature, prior, conversion, and the row for studies."""
+"""Last-layer Laplace: layers, curvature, prior, conversion and the row for studies."""
 
 from multitudes.methods.laplace.conversion import ROWS, laplace
-from multitudes.methods.laplace.layers import LaplaceConv, LaplaceLayer, LaplaceLinear, WithNoise, WithoutDraws
 from multitudes.methods.laplace.prediction import Laplace, LaplaceMembers
 
-__all__ = [
-    "ROWS",
-    "Laplace",
-    "LaplaceConv",
-    "LaplaceLayer",
-    "LaplaceLinear",
-    "LaplaceMembers",
-    "WithNoise",
-    "WithoutDraws",
-    "laplace",
-]
+__all__ = ["ROWS", "Laplace", "LaplaceMembers", "laplace"]

@@ -47,10 +47,7 @@ def bytes_for(structure: str, outputs: int, features: int, softmax: bool) -> int
 def structure_for(
     structure: str, outputs: int, features: int, softmax: bool, budget: float, full: float = float("inf")
 ) -> str:
-    """Return the given structure, or for "auto" the richest one within `budget` bytes. Raise if none fits.
-
-    With "auto", a full one takes at most `full` bytes.
-    """
+    """Return the given structure, or for "auto" the richest one within `budget` bytes (`full` bytes for a full one)."""
     choices = STRUCTURES if structure == "auto" else (structure,)
     for choice in choices:
         most = min(budget, full) if (structure, choice) == ("auto", "full") else budget
@@ -61,12 +58,12 @@ def structure_for(
     instead = f"structure={' or '.join(map(repr, smaller))}, or more memory" if smaller else "more memory"
     raise ValueError(
         f"structure={structure!r} takes {needed / 1e9:,.3g} GB for the {outputs:,} x {features:,} weights of the "
-        f"output layer, and memory is {budget / 1e9:,.3g} GB: pass {instead}"
+        f"output layer, but memory is {budget / 1e9:,.3g} GB: pass {instead}"
     )
 
 
 class Curvature:
-    """Sums over rows in one of the three structures, for `outputs` and `features`, with a softmax or without."""
+    """Sum over rows in one of the three structures, for a softmax or for independent outputs."""
 
     def __init__(self, structure: str, outputs: int, features: int, softmax: bool, like: Tensor) -> None:
         self.structure, self.outputs, self.features, self.softmax = structure, outputs, features, softmax
@@ -86,33 +83,33 @@ class Curvature:
         else:
             self.diagonal = zeros(outputs, features)
 
-    def add(self, phi: Tensor, curving: Tensor, weight: Tensor) -> None:
+    def add(self, phi: Tensor, curvatures: Tensor, weight: Tensor) -> None:
         """Add rows of features `[R, F]` and weights `[R]`.
 
-        `curving [R, O]` are a softmax's probabilities p, or else the second derivatives h times the weights.
+        `curvatures [R, O]` are the probabilities p for a softmax, or else the second derivatives h times the weights.
         """
         widest = self.outputs * self.features if self.structure == "full" and self.softmax else self.features
         size = max(1, PART // (WIDE * max(widest, self.outputs)))
-        for rows, own, weights in zip(phi.split(size), curving.split(size), weight.split(size), strict=True):
+        for rows, own, weights in zip(phi.split(size), curvatures.split(size), weight.split(size), strict=True):
             self._add(rows.to(self.dtype), own.to(self.dtype), weights.to(self.dtype)[:, None])
         self.rows += float(weight.sum())
 
-    def _add(self, phi: Tensor, curving: Tensor, weight: Tensor) -> None:
-        weighted = weight * curving if self.softmax else curving
+    def _add(self, phi: Tensor, curvatures: Tensor, weight: Tensor) -> None:
+        weighted = weight * curvatures if self.softmax else curvatures
         if self.structure == "diag":
-            second = weighted * (1 - curving) if self.softmax else curving
+            second = weighted * (1 - curvatures) if self.softmax else curvatures
             self.diagonal += second.mT @ phi.square()
         elif self.structure == "kron":
             self.of_features += phi.mT @ (weight * phi)
             total = weighted.sum(0)
-            self.of_outputs += total.diag() - weighted.mT @ curving if self.softmax else total
+            self.of_outputs += total.diag() - weighted.mT @ curvatures if self.softmax else total
         else:
             for output in range(self.outputs):
                 block = phi.mT @ (weighted[:, output, None] * phi)
                 place = slice(output * self.features, (output + 1) * self.features)
                 (self.whole[0, place, place] if self.softmax else self.whole[output]).add_(block)
             if self.softmax:
-                products = (weight.sqrt() * curving)[:, :, None] * phi[:, None, :]
+                products = (weight.sqrt() * curvatures)[:, :, None] * phi[:, None, :]
                 self.whole[0].addmm_(products.flatten(1).mT, products.flatten(1), alpha=-1)
 
     def spectrum(self) -> Spectrum:
@@ -153,7 +150,7 @@ class Spectrum:
         factors = {"left": self.left, "right": self.right}
         return {"deviations": deviations, **{name: own for name, own in factors.items() if own is not None}}
 
-    def projected(self, phi: Tensor) -> Tensor:
+    def project(self, phi: Tensor) -> Tensor:
         """Project features `[R, F]` to the squares that `variances` needs, for any precisions."""
         phi = phi.to(self.values.dtype)
         if self.vectors is not None:

@@ -1,4 +1,4 @@
-"""Output layers with a Gaussian posterior over their weights, and a network wrapper that adds the targets' noise.
+"""Output layers with a Gaussian posterior over their weights, and a wrapper that adds the noise of targets.
 
 The weight matrix with the bias as last column, `W [O, F]`, has the trained values `W*` as mean, and the covariance S:
 
@@ -37,8 +37,8 @@ class LaplaceLayer(Stochastic):
     """An output layer with a posterior. Each draw has its own weights, the same for the whole batch.
 
     `weight` and `bias` are the trained ones, the posterior mean. The posterior's tensors are buffers: `factor`; or
-    `left`, `right` and `deviations`; or `deviations` alone. The posterior covers the first outputs only: a Gaussian
-    head's variances are not random. `prior` is the prior precision, `evidence` the log marginal likelihood.
+    `left`, `right` and `deviations`; or only `deviations`. The posterior covers the first outputs only, since the
+    variances of a Gaussian head are not random. `prior` is the prior precision, `evidence` the log marginal likelihood.
     """
 
     noise = "weights"
@@ -57,7 +57,7 @@ class LaplaceLayer(Stochastic):
     deviations: Any
     point: Any
 
-    def hold(self, structure: str, posterior: Mapping[str, Tensor], prior: float, evidence: float) -> None:
+    def set_posterior(self, structure: str, posterior: Mapping[str, Tensor], prior: float, evidence: float) -> None:
         """Set the posterior: structure, tensors by name, prior precision and log marginal likelihood."""
         self.structure = structure
         for name in ("factor", "left", "right", "deviations"):
@@ -122,8 +122,8 @@ class LaplaceLayer(Stochastic):
 
     # -- plain -------------------------------------------------------------------------------------------
 
-    def drawn(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias of one draw."""
+    def draw_tensors(self) -> tuple[Tensor, Tensor | None]:
+        """Draw a weight and a bias."""
         change = self._change().to(self.weight)
         change = F.pad(change, (0, 0, 0, len(self.weight) - len(change)))  # outputs that are not random
         inputs = self.weight.shape[1]
@@ -131,7 +131,7 @@ class LaplaceLayer(Stochastic):
         return self.weight + change[:, :inputs].reshape(self.weight.shape), bias
 
     def fold(self) -> nn.Module:
-        weight, bias = self.drawn()
+        weight, bias = self.draw_tensors()
         plain: Any = self._empty(product_kind(self), weight, bias is not None)
         plain.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
         plain.bias = None if bias is None else nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
@@ -144,17 +144,17 @@ class LaplaceLayer(Stochastic):
         weight = weight_of(layer).detach()
         weight = weight.mT if maps_of(layer)[0].inputs == 0 else weight
         bias = getattr(layer, "bias", None)
-        learns = any(p.requires_grad for name, p in layer.named_parameters() if name != "bias")
-        made: Any = LaplaceLayer._empty(kind, weight, bias is not None)
-        made.weight = nn.Parameter(weight.clone(), learns)
-        made.bias = copy.deepcopy(bias)
-        kept = {key: held for key, held in vars(layer).items() if key not in vars(made)}  # e.g. of a user's subclass
-        vars(made).update(copy.deepcopy({key: held for key, held in kept.items() if not isinstance(held, Tensor)}))
-        return cast("LaplaceLayer", made)
+        trained = any(p.requires_grad for name, p in layer.named_parameters() if name != "bias")
+        new: Any = LaplaceLayer._empty(kind, weight, bias is not None)
+        new.weight = nn.Parameter(weight.clone(), trained)
+        new.bias = copy.deepcopy(bias)
+        others = {key: value for key, value in vars(layer).items() if key not in vars(new)}  # of a user's subclass
+        vars(new).update(copy.deepcopy({key: value for key, value in others.items() if not isinstance(value, Tensor)}))
+        return cast("LaplaceLayer", new)
 
     @staticmethod
     def _empty(kind: type[nn.Module], weight: Tensor, bias: bool) -> nn.Module:
-        """Return an uninitialised layer of class `kind` for a weight of this shape."""
+        """Return an uninitialized layer of class `kind` for a weight of this shape."""
         outputs, inputs, *kernel = weight.shape
         return nn.utils.skip_init(
             kind, inputs, outputs, *kernel[:1], bias=bias, device=weight.device, dtype=weight.dtype
@@ -163,7 +163,7 @@ class LaplaceLayer(Stochastic):
     def reset_parameters(self) -> None:
         """Raise: fresh weights have no posterior."""
         if hasattr(self, "structure"):  # else the plain layer's constructor calls this
-            raise ValueError("weights with a Laplace posterior cannot be initialised anew: convert the network again")
+            raise ValueError("weights with a Laplace posterior cannot be reset: convert the network again")
         super().reset_parameters()  # type: ignore[misc]  # of the plain layer, the next base of each subclass
 
     def extra_repr(self) -> str:
@@ -179,7 +179,7 @@ class LaplaceConv(LaplaceLayer, nn.Conv2d):
 
 
 class WithoutDraws(Sharing):
-    """Wrapper of a `LaplaceLayer` that draws nothing: it gives the probit approximation, or one point of the outputs.
+    """Wrapper of a `LaplaceLayer` that draws nothing and returns the probit approximation, or one point of the outputs.
 
     It shares the layer's registries, and `point` is one of its buffers.
     """

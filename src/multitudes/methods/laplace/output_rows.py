@@ -1,8 +1,8 @@
-"""Inputs and outputs of an output layer as rows, with the prediction and the target of each output.
+"""Inputs, outputs and targets of an output layer as rows.
 
-The likelihood must be one of the layer's outputs, so a network must predict exactly these: all of them in order, some
-of them (the last token of a text), or their `log_softmax`. To verify this, one run replaces the outputs by their
-indices and looks these up in the predictions. A network that changes outputs, by a scale for example, is rejected.
+The network must predict the layer's outputs unchanged: all of them in order, some of them (the last token of a text),
+or their `log_softmax`. To verify this, one run replaces the outputs by their indices and looks these up in the
+predictions. A network that changes the outputs, for example by a scale, is rejected.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> str:
             f"pass layers=[{names[0]!r}], or another of them"
         )
     layer: Any = network.get_submodule(names[0])
-    where = described(network, names[0])
+    where = layer_label(network, names[0])
     if isinstance(layer, Stochastic):
-        raise ValueError(f"{where} draws its weights already, so that it can have no Laplace posterior")
+        raise ValueError(f"{where} already draws its weights, so it cannot have a Laplace posterior")
     if len(maps_of(layer)) != 1 or not _is_linear(layer):
         raise ValueError(
-            f"{where} gives the network's output, and a Laplace posterior is for linear layers and convolutions "
-            "of one pixel: layers= names another"
+            f"{where} is the output layer, but a Laplace posterior is for linear layers and 1x1 convolutions: select "
+            "another with layers="
         )
     if has_other_hooks(layer):
         raise ValueError(f"{where} has forward hooks, which would be lost: remove them first")
@@ -76,7 +76,7 @@ def output_layer(network: nn.Module, layers: Selector, example: Input) -> str:
     return names[0]
 
 
-def described(network: nn.Module, name: str) -> str:
+def layer_label(network: nn.Module, name: str) -> str:
     """Return a layer's name and class, for errors."""
     kind = type(network.get_submodule(name)).__name__
     return f"layer {name!r} ({kind})" if name else f"the network itself ({kind})"
@@ -98,8 +98,8 @@ def _is_linear(layer: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """One batch as rows of the layer; rows without a target are left out."""
+class OutputRows:
+    """One batch as rows of the layer, without rows that have no target."""
 
     phi: Tensor
     """Features `[R, F]`, the last one 1 if there is a bias."""
@@ -115,7 +115,7 @@ class Rows:
 
 def rows_of(
     network: nn.Module, name: str, where: str, batches: Batches, reader: Multitude, argument: str = "data"
-) -> Iterator[Rows]:
+) -> Iterator[OutputRows]:
     """Yield the rows of a network's `LaplaceLayer` for each batch.
 
     `reader` has the task. In errors, `where` is the layer's name and `argument` that of the batches.
@@ -130,11 +130,11 @@ def rows_of(
                     raise ValueError("a Laplace posterior needs targets: pass (x, y), or batches of inputs and targets")
                 weight = weight_in(batch, y, "a batch")
                 weight = torch.ones(len(y)) if weight is None else weight
-                found = observer.rows(moved(x, device), y.to(device), wide(weight.to(device)))
+                rows = observer.rows(moved(x, device), y.to(device), wide(weight.to(device)))
             except ValueError as error:
                 raise ValueError(f"batch {index} of {argument}: {error}") from error
-            if len(found.phi):
-                yield found
+            if len(rows.phi):
+                yield rows
 
 
 class _Observer:
@@ -146,20 +146,20 @@ class _Observer:
         self.task = reader.reading
         self.way = ""  # "whole": all outputs in order; "log_softmax"; "chosen": some of them
 
-    def rows(self, x: Input, y: Tensor, weight: Tensor) -> Rows:
+    def rows(self, x: Input, y: Tensor, weight: Tensor) -> OutputRows:
         """Return the rows of a batch; `weight [B]` is per input."""
         with input_errors(x):
-            seen, outputs, prediction = self._run(x)
+            inputs, outputs, prediction = self._run(x)
         y = self.task.aligned(y)
-        self._check(x, y, seen, prediction)
+        self._check(x, y, inputs, prediction)
         numbers = self._numbers(x, outputs, prediction)
-        phi = self.layer.rows(seen).flatten(0, -2)
+        phi = self.layer.rows(inputs).flatten(0, -2)
         own = wide(self.layer.last(outputs)).flatten(0, -2)
         if self.task.tells_noise or self.task.class_axis is not None:
             return self._grouped(phi, own, numbers, y, weight)
         weight = weight.view(-1, *[1] * (prediction.dim() - 1)).expand_as(prediction)
-        found = self._apart(phi, own, numbers, y, weight)
-        return replace(found, by_output=prediction.dim() < 3 and prediction[:1].numel() == own.shape[1])
+        rows = self._single(phi, own, numbers, y, weight)
+        return replace(rows, by_output=prediction.dim() < 3 and prediction[:1].numel() == own.shape[1])
 
     def _run(self, x: Input, instead: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer's input, its output, and the prediction. `instead` replaces the layer's output, if given."""
@@ -167,10 +167,10 @@ class _Observer:
         with recording(self.network, names) as trace, hooked(self.network, names, lambda *_: instead):
             prediction = call(self.network, x)
         if len(trace.ended) != 1:
-            raise InputError(f"{self.where} runs {len(trace.ended)} times for an input, and must run once")
+            raise InputError(f"{self.where} must run once for an input, but runs {len(trace.ended)} times")
         return trace.ended[0].args[0], trace.ended[0].output, prediction
 
-    def _check(self, x: Input, y: Tensor, seen: Tensor, prediction: Tensor) -> None:
+    def _check(self, x: Input, y: Tensor, inputs: Tensor, prediction: Tensor) -> None:
         """Raise unless targets fit the predictions and features are finite."""
         if self.reader.known_task is None:
             check_class_axis(prediction[None], x)
@@ -183,10 +183,10 @@ class _Observer:
                 raise ValueError(f"y must have the means' shape {want}, got {list(y.shape)}")
         places = self.task.places(prediction.shape)
         if self.task.class_axis is not None and not y.is_floating_point() and y.shape != places:
-            raise ValueError(f"y must hold one class for each prediction, {list(places)}, got shape {list(y.shape)}")
+            raise ValueError(f"y must have one class for each prediction, {list(places)}, got shape {list(y.shape)}")
         if y.is_floating_point() and not bool(y.isfinite().all()):
-            raise ValueError("y must hold finite numbers, got NaN or infinity")
-        if not bool(seen.isfinite().all()):
+            raise ValueError("y must be finite, got NaN or infinity")
+        if not bool(inputs.isfinite().all()):
             raise ValueError(f"the inputs of {self.where} must be finite, got NaN or infinity")
 
     # -- which output is which prediction ----------------------------------------------------------------
@@ -197,7 +197,7 @@ class _Observer:
         counted = torch.arange(last.numel(), device=last.device).view(last.shape)
         counted = counted.movedim(-1, 1) if isinstance(self.layer, nn.Conv2d) else counted
         if not self.way:
-            self.way = self._found_way(x, outputs, prediction, counted)
+            self.way = self._detect_way(x, outputs, prediction, counted)
         numbers = None
         if self.way == "chosen":
             numbers = self._looked_up(x, counted, prediction)
@@ -205,12 +205,12 @@ class _Observer:
             numbers = counted.reshape(prediction.shape)
         if numbers is None or not self._same(last, numbers, prediction):
             raise ValueError(
-                f"the predictions are not the outputs of {self.where}, but something that is made of them, and "
-                "a Laplace posterior is that of a likelihood of these outputs: let the network end with that layer"
+                f"the predictions are not the outputs of {self.where}, but are computed from them: a Laplace posterior "
+                "needs a network that ends with this layer"
             )
         return numbers
 
-    def _found_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
+    def _detect_way(self, x: Input, outputs: Tensor, prediction: Tensor, counted: Tensor) -> str:
         numbers = self._looked_up(x, counted, prediction)
         if numbers is None:
             return "log_softmax" if self.task.class_axis is not None and outputs.shape == prediction.shape else "chosen"
@@ -220,13 +220,13 @@ class _Observer:
     def _looked_up(self, x: Input, counted: Tensor, prediction: Tensor) -> Tensor | None:
         """Return the indices of the outputs that the prediction consists of; None if it is computed from them."""
         marks = wide((counted + 1) * (1 - 2 * (counted % 2)))  # alternate signs, to notice e.g. a ReLU
-        found = wide(self._run(x, marks)[2])
-        if found.shape != prediction.shape or not bool(found.isfinite().all()):
+        values = wide(self._run(x, marks)[2])
+        if values.shape != prediction.shape or not bool(values.isfinite().all()):
             return None
-        numbers = found.abs().round().long() - 1
+        numbers = values.abs().round().long() - 1
         if not bool(((numbers >= 0) & (numbers < counted.numel())).all()):
             return None
-        return numbers if torch.equal(self.layer.last(marks).flatten()[numbers], found) else None
+        return numbers if torch.equal(self.layer.last(marks).flatten()[numbers], values) else None
 
     def _same(self, last: Tensor, numbers: Tensor, prediction: Tensor) -> bool:
         if self.way == "log_softmax":
@@ -234,9 +234,7 @@ class _Observer:
             return torch.allclose(given, wide(prediction), rtol=1e-3, atol=1e-3)
         return torch.equal(wide(last).flatten()[numbers], wide(prediction))
 
-    # -- rows of it --------------------------------------------------------------------------------------
-
-    def _grouped(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
+    def _grouped(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> OutputRows:
         """Build rows for predictions made of all outputs of a row together."""
         axis, width = self.task.class_axis or 1, outputs.shape[1]
         numbers = numbers.movedim(axis, -1).flatten(0, -2)
@@ -244,8 +242,8 @@ class _Observer:
         first = numbers[:, :1]
         if numbers.shape[1] != width or not torch.equal(numbers - first, order.expand_as(numbers)):
             raise ValueError(
-                f"each prediction must be one row of the {width} outputs of {self.where}, in their order, and "
-                f"these are {numbers.shape[1]} in another order"
+                f"each prediction must be one row of the {width} outputs of {self.where} in their order, got "
+                f"{numbers.shape[1]} in another order"
             )
         which = first[:, 0] // width
         weight = weight.repeat_interleave(len(which) // len(weight))
@@ -255,15 +253,15 @@ class _Observer:
             which, y, weight = which[kept], y[kept], weight[kept]
         else:
             y = wide(y.movedim(axis, -1)).flatten(0, -2)
-        return Rows(phi[which], outputs[which], y, weight[:, None])
+        return OutputRows(phi[which], outputs[which], y, weight[:, None])
 
-    def _apart(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> Rows:
+    def _single(self, phi: Tensor, outputs: Tensor, numbers: Tensor, y: Tensor, weight: Tensor) -> OutputRows:
         """Build rows for predictions that are one output each."""
         numbers = numbers.flatten()
         if len(numbers.unique()) != len(numbers):
-            raise ValueError(f"an output of {self.where} is in the predictions more than once")
+            raise ValueError(f"an output of {self.where} appears in the predictions more than once")
         target, weights = torch.zeros_like(outputs).flatten(), torch.zeros_like(outputs).flatten()
         target[numbers], weights[numbers] = wide(y).flatten(), weight.flatten()
         target, weights = target.view_as(outputs), weights.view_as(outputs)
         kept = weights.any(1)
-        return Rows(phi[kept], outputs[kept], target[kept], weights[kept])
+        return OutputRows(phi[kept], outputs[kept], target[kept], weights[kept])

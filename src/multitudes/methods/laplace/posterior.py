@@ -25,7 +25,7 @@ from torch import Tensor
 
 from multitudes.methods.laplace.curvature import PART, WIDE, Curvature, Spectrum
 from multitudes.methods.laplace.layers import PROBIT
-from multitudes.methods.laplace.output_rows import Rows, fits_noise
+from multitudes.methods.laplace.output_rows import OutputRows, fits_noise
 from multitudes.tasks import Task
 from multitudes.tasks.gaussian import split_gaussian
 
@@ -43,7 +43,7 @@ CANDIDATES = tuple(10 ** (quarter / 4) for quarter in range(-20, 21))
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fit:
     """A prior precision, the noise of values `[O]` or `[1]`, and the log marginal likelihood with both."""
 
     prior: float
@@ -69,42 +69,44 @@ class Posterior:
 
     # -- for a prior and a noise -------------------------------------------------------------------------
 
-    def scaled(self, noise: Tensor | None) -> Tensor:
-        """Return the eigenvalues at a noise variance."""
+    def eigenvalues(self, noise: Tensor | None) -> Tensor:
+        """Return the eigenvalues of the curvature at a noise variance."""
         values = self.spectrum.values
         return values if noise is None else values / noise[:, None]
 
-    def precisions(self, fitted: Fitted) -> Tensor:
+    def precisions(self, fitted: Fit) -> Tensor:
         """Return the eigenvalues of the posterior precision."""
-        return self.scaled(fitted.noise) + fitted.prior
+        return self.eigenvalues(fitted.noise) + fitted.prior
 
-    def at(self, prior: float, noise: Tensor | None) -> float:
+    def log_evidence(self, prior: float, noise: Tensor | None) -> float:
         """Return the log marginal likelihood."""
-        values, fit = self.scaled(noise), self.log_likelihood
+        values, fit = self.eigenvalues(noise), self.log_likelihood
         if noise is not None and self.errors is not None and self.counts is not None:
             fit = -0.5 * float((self.counts * (2 * math.pi * noise).log() + self.errors / noise).sum())
         determinant = values.numel() * math.log(prior) - float((values + prior).log().sum())
         return fit + 0.5 * (determinant - prior * self.square)
 
-    # -- the best ----------------------------------------------------------------------------------------
+    # -- fitting -----------------------------------------------------------------------------------------
 
-    def fitted(self, prior: float | None, noise: Tensor | None, held_out: Iterable[Rows] | None) -> Fitted:
-        """Fit what is None: by the marginal likelihood, or the prior by held-out rows if there are any."""
+    def fit(self, prior: float | None, noise: Tensor | None, held_out: Iterable[OutputRows] | None) -> Fit:
+        """Fit the prior and the noise where they are None: the prior by held-out rows, if there are any."""
         if held_out is None:
-            return self.likeliest(prior, noise)
-        candidates = [self.likeliest(candidate, noise) for candidate in CANDIDATES]
+            return self.fit_evidence(prior, noise)
+        candidates = [self.fit_evidence(candidate, noise) for candidate in CANDIDATES]
         losses = torch.zeros(len(candidates), dtype=torch.float64)
         for rows in held_out:
             losses += torch.tensor(self._losses(rows, candidates), dtype=torch.float64)
         if not bool(losses.isfinite().any()):
-            raise ValueError("validation gives no finite likelihood for any prior precision: pass a number as prior")
+            raise ValueError(
+                "the likelihood of validation is not finite for any prior precision: pass a number as prior"
+            )
         return candidates[int(losses.nan_to_num(nan=math.inf).argmin())]
 
-    def likeliest(self, prior: float | None, noise: Tensor | None) -> Fitted:
-        """Fit what is None by the marginal likelihood."""
+    def fit_evidence(self, prior: float | None, noise: Tensor | None) -> Fit:
+        """Fit the prior and the noise, where they are None, by the marginal likelihood."""
         if self.errors is None or self.counts is None or noise is not None:
             own = self.best_prior(noise) if prior is None else prior
-            return Fitted(own, noise, self.at(own, noise))
+            return Fit(own, noise, self.log_evidence(own, noise))
         noise = self.errors / self.counts
         own = self.best_prior(noise) if prior is None else prior
         for _ in range(STEPS):  # alternate: each update raises the marginal likelihood
@@ -114,16 +116,16 @@ class Posterior:
             moved = max(abs(math.log(own) - before[0]), float((noise.log() - before[1]).abs().max()))
             if moved < CLOSE or prior is not None:
                 break
-        return Fitted(own, noise, self.at(own, noise))
+        return Fit(own, noise, self.log_evidence(own, noise))
 
-    def _losses(self, rows: Rows, candidates: list[Fitted]) -> list[float]:
+    def _losses(self, rows: OutputRows, candidates: list[Fit]) -> list[float]:
         """Return the negative log-likelihood of rows for each candidate, predicted without draws."""
         width = self.spectrum.values.numel() if self.spectrum.vectors is not None else rows.phi.shape[1]
         size = max(1, PART // (WIDE * width))
         losses = [0.0] * len(candidates)
         for start in range(0, len(rows.phi), size):
             part = slice(start, start + size)
-            projected = self.spectrum.projected(rows.phi[part])
+            projected = self.spectrum.project(rows.phi[part])
             for index, candidate in enumerate(candidates):
                 variances = self.spectrum.variances(projected, self.precisions(candidate))
                 own = rows.outputs[part], rows.target[part], rows.weight[part]
@@ -132,9 +134,11 @@ class Posterior:
 
     def best_prior(self, noise: Tensor | None) -> float:
         """Return the prior precision with the largest marginal likelihood."""
-        values = self.scaled(noise)
+        values = self.eigenvalues(noise)
         if not self.square > 0:
-            raise ValueError("prior='marginal' needs weights that are not all 0 in the output layer: pass a number")
+            raise ValueError(
+                "prior='marginal' cannot be fitted if all weights of the output layer are 0: pass a number"
+            )
 
         def rises(log: Tensor) -> Tensor:
             prior = log.exp()
@@ -157,7 +161,7 @@ class Posterior:
 
 
 def _root(rises: Callable[[Tensor], Tensor], middle: Tensor) -> Tensor:
-    """Find by bisection where a function that rises, then falls, has its maximum; search around `middle`."""
+    """Find the maximum of a function that rises, then falls, by bisection around `middle`."""
     low, high = middle + BOUNDS[0], middle + BOUNDS[1]
     for _ in range(TURNS):
         middle = (low + high) / 2
@@ -166,16 +170,16 @@ def _root(rises: Callable[[Tensor], Tensor], middle: Tensor) -> Tensor:
     return (low + high) / 2
 
 
-# -- from rows --------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------
 
 
-def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: float) -> Posterior:
+def posterior_of(task: Task, rows: Iterable[OutputRows], curvature: Curvature, square: float) -> Posterior:
     """Compute the posterior of all rows with an empty `curvature`; `square` is the sum of squared weights."""
     fit, by_output = 0.0, True
     errors: Any = 0.0
     counts: Any = 0.0
     for each in rows:
-        curvature.add(each.phi, _curving(task, each), each.weight.amax(1))
+        curvature.add(each.phi, _output_curvatures(task, each), each.weight.amax(1))
         if fits_noise(task):
             errors = errors + ((each.target - each.outputs).square() * each.weight).sum(0)
             counts = counts + each.weight.sum(0)
@@ -183,7 +187,7 @@ def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: flo
         else:
             fit += float(log_likelihood(task, each.outputs, each.target, each.weight))
     if not curvature.rows:
-        raise ValueError("data must hold at least one target that is not ignored")
+        raise ValueError("data must have at least one target that is not ignored")
     spectrum = curvature.spectrum()
     if not fits_noise(task):
         return Posterior(task, spectrum, square, fit)
@@ -192,7 +196,7 @@ def measured(task: Task, rows: Iterable[Rows], curvature: Curvature, square: flo
     return Posterior(task, spectrum, square, 0.0, errors, counts)
 
 
-def _curving(task: Task, rows: Rows) -> Tensor:
+def _output_curvatures(task: Task, rows: OutputRows) -> Tensor:
     """Return a softmax's probabilities, or else the weighted second derivatives of -log p in the outputs."""
     if task.class_axis is not None:
         return rows.outputs.softmax(1)

@@ -1,4 +1,4 @@
-"""Multitudes whose output layer has a posterior: prediction by draws or in closed form."""
+"""Multitudes with a posterior over their output layer: prediction by draws or in closed form."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from multitudes.tasks import Task
 class Laplace(Multitude):
     """A network whose output layer has a Gaussian posterior.
 
-    `approximation` is how it predicts: `"draws"` of the output layer; `"probit"` (MacKay) for classes, one prediction
-    per member; or `"exact"` for values. The latter gives as many points as there are draws. Their mean and variance are
-    the posterior's, so epistemic variance and noise stay separate.
+    `approximation` is how it predicts: by `"draws"` of the output layer; by `"probit"` (MacKay) for classes, with one
+    prediction per member; or `"exact"` for values, with as many points as draws. Their mean and variance are the
+    posterior's, so epistemic variance and noise stay separate.
     """
 
     _approximation = "draws"
@@ -42,12 +42,15 @@ class Laplace(Multitude):
     @property
     def prior(self) -> Tensor:
         """Precision of the prior over weights, `[]`, or per member, `[M]`."""
-        return self.layer.prior
+        return self._per_member([layer.prior for layer in _layers(self.network)])
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
         """Log marginal likelihood of the training data, `[]`, or per member, `[M]`."""
-        return self.layer.evidence
+        return self._per_member([layer.evidence for layer in _layers(self.network)])
+
+    def _per_member(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values) if isinstance(self, Members) else values[0]
 
     @property
     def approximation(self) -> str:
@@ -71,7 +74,7 @@ class Laplace(Multitude):
         if self._approximation == "draws" or self.training or draws == 0 or self._count(draws) is None:
             return super()._all_draws(x, draws, seed, memory)
         if draws is not None:
-            raise InputError(f"draws={draws} are not made by approximation {self._approximation!r}: set it to 'draws'")
+            raise InputError(f"draws={draws} needs approximation='draws', got {self._approximation!r}")
         with expecting(self.network):
             if self._approximation == "probit":
                 return self._read("probit", x)
@@ -82,7 +85,7 @@ class Laplace(Multitude):
         return torch.stack(points, 1).flatten(0, 1)
 
     def without_draws(self, points: int) -> Members | None:
-        """Return members that draw nothing and predict the same; `points` per member for values. None if it draws."""
+        """Return members that draw nothing and predict the same, `points` per member for values; None if it draws."""
         if self._approximation == "draws":
             return None
         members = [plain(self.member(index)) for index in range(self.members)]
@@ -96,22 +99,12 @@ class Laplace(Multitude):
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:
         if self._approximation != "draws":
-            raise InputError(f"draws='auto' are not made by approximation {self._approximation!r}: set it to 'draws'")
+            raise InputError(f"draws='auto' needs approximation='draws', got {self._approximation!r}")
         return super().draw_numbers(x, numbers, seed, memory)
 
 
 class LaplaceMembers(Laplace, Members):
     """Independent members, each with a posterior over its own output layer: a mixture of Laplaces."""
-
-    @property
-    def prior(self) -> Tensor:
-        """Prior precision per member, `[M]`."""
-        return torch.stack([layer.prior for layer in _layers(self.network)])
-
-    @property
-    def log_marginal_likelihood(self) -> Tensor:
-        """Log marginal likelihood of the training data per member, `[M]`."""
-        return torch.stack([layer.evidence for layer in _layers(self.network)])
 
 
 def _layers(network: nn.Module) -> list[LaplaceLayer]:
@@ -134,5 +127,5 @@ def _without_draws(network: nn.Module, point: float | None) -> nn.Module:
     layers = _layers(network)
     others = [type(layer).__name__ for layer in stochastic_layers(network) if not isinstance(layer, LaplaceLayer)]
     if others:
-        raise ValueError(f"a network with other layers that draw ({others[0]}) has no formula: set it to 'draws'")
+        raise ValueError(f"other layers of the network draw ({others[0]}), so approximation must be 'draws'")
     return copied(network, {id(layer): WithoutDraws(copied(layer), point) for layer in layers})

@@ -1,4 +1,4 @@
-"""LoRA: one frozen network, shared by members that are low-rank adapters with their own output layers."""
+"""LoRA: members share one frozen network, and have low-rank adapters and output layers of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multitudes.base.checks import check_choice, check_count, check_number
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.shared import SharedMembers
 from multitudes.methods.lora.layers import Lora, widths_of
-from multitudes.methods.lora.peft_files import read_adapter, with_adapters, write_adapters
+from multitudes.methods.lora.peft_files import load_adapters, read_adapter, write_adapters
 from multitudes.methods.registry import Method, Settings, Training, by
 from multitudes.networks.calls import Input
 from multitudes.networks.copies import copied
@@ -27,15 +27,20 @@ from multitudes.surgery.select import CONVOLUTIONS, Factory, Selector, check_unt
 
 
 class LoraMembers(SharedMembers):
-    """Members that are low-rank adapters of one frozen network."""
+    """Members that share one frozen network and differ in low-rank adapters."""
 
     own_losses = True
 
     def save_adapters(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Save each member in PEFT's format to `folder/member-0` and so on. Return these folders.
+        """Save each member in PEFT's format, `adapter_model.safetensors` and `adapter_config.json`.
 
-        Each contains `adapter_model.safetensors`, with the member's output layers, and `adapter_config.json`.
-        `peft.PeftModel.from_pretrained(base, folder)` and `lora(model, adapters=folders)` load it.
+        `peft.PeftModel.from_pretrained(base, folder)` and `lora(model, adapters=folders)` load the files.
+
+        Args:
+            folder: Folder for `member-0`, `member-1` and so on.
+
+        Returns:
+            The members' folders.
         """
         return write_adapters(self.network, self.members, Path(folder))
 
@@ -56,29 +61,43 @@ def lora(
     task: str | None = None,
     seed: int | None = None,
 ) -> LoraMembers:
-    """Make members that are low-rank adapters (Hu et al., 2021) of one frozen network, by default 8 of rank 8.
+    """Give each member low-rank adapters of one frozen network (LoRA, Hu et al., 2021).
 
-    For each member, every linear layer but the output layer gets `A [rank, I]`, drawn at random, and `B [O, rank]`,
-    initially zero; in networks without other linear layers, every convolution does. The update `B A x` is multiplied by
-    `alpha / rank`, which is 1 by default. `layers` selects other layers, convolutions too. Each member has its own
-    output layers, found as in `heads` or selected by `heads`. They are reset, so members differ from the first step,
-    or keep their weights with `init="pretrained"`. `heads=[]` shares them, which is the default for language models.
-    All else is frozen and gets no gradients or optimizer state. The loss is the sum over members, so each learns
-    exactly as it would alone. `net.member(i)` is the network with the adapter merged into its weights, in plain layers.
+    Member i's layer is `y = W x + b + (alpha / rank) B_i A_i x`, with `A_i [rank, I]` random and `B_i [O, rank]` zero
+    at the start. Only adapters and output layers are trained. The loss is the sum over members, so each learns exactly
+    as it would alone. `net.member(i)` is a plain network with the adapter merged into its weights.
 
-    `adapters` are folders written by PEFT or `net.save_adapters`. Each becomes a member, and the files determine the
-    adapted layers and their ranks. With `rows="own"` each member trains on its own part of the batch, as in
-    `batch_ensemble`.
+    Args:
+        model: The network, usually pretrained, or a function that builds one. It is not changed.
+        members: Number of members, 8 by default.
+        rank: Rank of the adapters, 8 by default.
+        alpha: Scale of the adapters times the rank; by default the rank.
+        layers: Selects the adapted layers; by default all linear layers but the output layers, or all convolutions if
+            there are no others.
+        heads: Selects the output layers that each member has for itself; by default they are found as in `heads`, or
+            shared in language models. `[]` shares them.
+        dropout: Dropout rate on the adapters' inputs in training.
+        adapters: Folders written by PEFT or `net.save_adapters`, one per member. The files determine the adapted
+            layers and ranks.
+        rows: `"shared"`, or `"own"` to train each member on its own part of the batch, as in `batch_ensemble`.
+        example: One batch of inputs to find the output layers with; by default noise of the usual sizes is tried.
+        init: None resets the output layers, `"pretrained"` keeps them, `"fresh"` resets the whole network.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights.
 
-    >>> net = lora(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, rank=2)
-    >>> import torch
-    >>> net(torch.ones(5, 3)).shape, [name for name, p in net.named_parameters() if p.requires_grad]
-    (torch.Size([4, 5, 2]), ['0.A', '0.B', '2.weights', '2.biases'])
+    Returns:
+        A multitude with predictions `[M, B, ...]`.
+
+    Example:
+        >>> import torch
+        >>> net = lora(nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 2)), members=4, rank=2)
+        >>> net(torch.ones(5, 3)).shape, [name for name, p in net.named_parameters() if p.requires_grad]
+        (torch.Size([4, 5, 2]), ['0.A', '0.B', '2.weights', '2.biases'])
     """
     check_choice("rows", rows, ("shared", "own"))
     if adapters is not None:
         given = {"rank": rank, "alpha": alpha, "layers": layers, "heads": heads, "init": init, "members": members}
-        return _of_files(model, adapters, given, rows, task)
+        return _from_files(model, adapters, given, rows, task)
     members, rank = 8 if members is None else members, 8 if rank is None else rank
     check_count("rank", rank)
     check_number("dropout", dropout, 0, below=1)
@@ -86,7 +105,7 @@ def lora(
         check_number("alpha", alpha, 0, above=True)
     start = Start(model, members, init, example=example, seed=seed)
     own = _heads(start.network, heads, example)
-    chosen = _adapted(start.network, layers, own)
+    chosen = _layers_to_adapt(start.network, layers, own)
     _check_rank(chosen, rank)
     check_untied(start.network, [*own, *chosen])
     with start.seeded():
@@ -95,13 +114,13 @@ def lora(
         converted = own_member_layers(network, own, members, drawn=init != "pretrained")
         for name in chosen:
             converted[name] = Lora(network.get_submodule(name), members, rank, alpha or rank, dropout)
-    return _frozen(
+    return _freeze_shared(
         make_shared_members(LoraMembers, start, network, converted, members, rows, task), network, converted, own
     )
 
 
-def _frozen(net: LoraMembers, network: nn.Module, converted: Collection[str], heads: Collection[str]) -> LoraMembers:
-    """Freeze all that is shared, and set the notes."""
+def _freeze_shared(net: LoraMembers, network: nn.Module, converted: Collection[str], heads: list[str]) -> LoraMembers:
+    """Freeze the shared parameters, and set the notes."""
     own = net._own_names()
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(name in own and parameter.requires_grad)
@@ -128,8 +147,7 @@ def _token_layer(network: nn.Module) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> dict[str, nn.Module]:
-    """Return the layers that get adapters."""
+def _layers_to_adapt(network: nn.Module, layers: Selector, heads: Collection[str]) -> dict[str, nn.Module]:
     kinds = (None, nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS)
     able = {name: layer for name, layer in affine_layers(network).items() if kind_of(layer) in kinds}
     own = {name for name in able if any(within(name, head) for head in heads)}
@@ -140,15 +158,17 @@ def _adapted(network: nn.Module, layers: Selector, heads: Collection[str]) -> di
         linear = {name: layer for name, layer in free.items() if kind_of(layer) not in CONVOLUTIONS}
         wanted = linear or free  # else the convolutions
         if not wanted:
-            has = unconverted_kinds(network, heads) or "nothing else"
+            others = unconverted_kinds(network, heads) or "no other layers"
             raise ValueError(
-                f"model ({type(network).__name__}) has no linear layer or convolution beside its output layer; it has "
-                f"{has}: layers= selects others"
+                f"model ({type(network).__name__}) has no linear layer or convolution besides its output layer, only "
+                f"{others}: select layers with layers="
             )
         return wanted
     chosen = {name: layer for name, layer in select(network, layers, able).items() if name not in own}
     if not chosen:
-        raise ValueError(f"layers={layers!r} selects output layers alone, which each member has of its own: heads=[]")
+        raise ValueError(
+            f"layers={layers!r} selects only output layers, which are each member's own: pass heads=[] to adapt them"
+        )
     return chosen
 
 
@@ -159,15 +179,15 @@ def _check_rank(chosen: dict[str, nn.Module], rank: int) -> None:
             inputs, outputs = widths_of(weight, affine)
             if rank > min(inputs, outputs):
                 raise ValueError(
-                    f"rank={rank} must be at most {min(inputs, outputs)}, the smaller side of layer {name!r} "
-                    f"({type(layer).__name__}), which has {inputs} inputs and {outputs} outputs: layers= leaves it out"
+                    f"rank={rank} must be at most {min(inputs, outputs)} for layer {name!r} ({type(layer).__name__}) "
+                    f"with {inputs} inputs and {outputs} outputs: lower it, or exclude the layer with layers="
                 )
 
 
 # -- PEFT files --------------------------------------------------------------------------------------------
 
 
-def _of_files(
+def _from_files(
     model: nn.Module | Factory,
     adapters: Sequence[str | os.PathLike[str]],
     given: dict[str, Any],
@@ -175,11 +195,11 @@ def _of_files(
     task: str | None,
 ) -> LoraMembers:
     if isinstance(adapters, (str, os.PathLike)) or not adapters:
-        raise ValueError(f"adapters must be a list of folders that PEFT has written, got {adapters!r}")
+        raise ValueError(f"adapters must be a list of folders written by PEFT, got {adapters!r}")
     for name, value in given.items():
         if value is not None and (name != "members" or value != len(adapters)):
             raise ValueError(
-                f"{name}={value!r} is told by the files of adapters ({len(adapters)} members): leave it out"
+                f"{name}={value!r} cannot be combined with adapters ({len(adapters)} members), whose files determine it"
             )
     start = Start(model, len(adapters), "pretrained")
     read = [read_adapter(Path(folder), start.network) for folder in adapters]
@@ -192,11 +212,11 @@ def _of_files(
         rank = max(adapter.layers[name].rank for adapter in read if name in adapter.layers)
         converted[name] = Lora(network.get_submodule(name), len(adapters), rank, 1.0, read[0].dropout)
     net = make_shared_members(LoraMembers, start, network, converted, len(adapters), rows, task)
-    with_adapters(net.network, read)
-    return _frozen(net, network, converted, heads)
+    load_adapters(net.network, read)
+    return _freeze_shared(net, network, converted, heads)
 
 
-# -- the row -----------------------------------------------------------------------------------------------
+# -- for studies -------------------------------------------------------------------------------------------
 
 
 FASTER = 10
@@ -212,8 +232,8 @@ def _train(net: Multitude, training: Training, settings: Settings) -> Training:
 ROWS = (
     Method(
         "lora", by(lora), {"members": 8, "rank": 8, "lr": None},
-        "The parameters of one network and small adapters; the time of all members.",
-        "Pick it for a network that was trained already, by whomever: it is kept as it is, and held once.",
+        "Parameters of one network, plus small adapters. Time of all members.",
+        "Pick it for a large pretrained network. Its weights are stored once and do not change.",
         place=35, train=_train, pretrained=True,
     ),
 )  # fmt: skip

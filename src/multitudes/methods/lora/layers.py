@@ -30,10 +30,10 @@ def widths_of(weight: Tensor, affine: AffineMap) -> tuple[int, int]:
 
 
 class Lora(AffineMemberLayer):
-    """A frozen layer with adapters `A [M, r, I]` and `B [M, O, r]` of each map.
+    """A frozen layer with adapters `A [M, r, I]` and `B [M, O, r]` of each affine map.
 
-    `scales [M]` are the factors alpha / rank of the members' adapters; `ranks [M]` are their ranks, below r if an
-    adapter is padded with zeros. In training, `dropout` applies to the adapters' input, in layers of one map.
+    `scales [M]` are the factors alpha / rank of the members' adapters. `ranks [M]` are their ranks, below r if an
+    adapter is padded with zeros. In training, `dropout` applies to the adapters' input, in layers of one affine map.
     """
 
     def __init__(self, layer: nn.Module, members: int, rank: int, alpha: float, dropout: float = 0.0) -> None:
@@ -62,8 +62,8 @@ class Lora(AffineMemberLayer):
     def _added(self, y: Tensor, x: Tensor, members: slice) -> Tensor:
         """Add the updates of these members' adapters on x `[M, B, ..., I]` to the layer's output y `[M, B, ..., O]`."""
         A, B, scales = self.A[members], self.B[members], self.scales[members]
-        seen = F.dropout(x, self.dropout, self.training) if self.dropout and self.training else x
-        down = torch.bmm(seen.flatten(1, -2).to(A.dtype), A.mT)
+        x = F.dropout(x, self.dropout, self.training) if self.dropout and self.training else x
+        down = torch.bmm(x.flatten(1, -2).to(A.dtype), A.mT)
         flat = y.flatten(1, -2)
         if len(set(scales)) > 1:
             down = down * down.new_tensor(scales).view(-1, 1, 1)
@@ -74,12 +74,12 @@ class Lora(AffineMemberLayer):
 
     def weight_of_member(self, index: int, affine: AffineMap, weight: Tensor) -> Tensor:
         A, B = (getattr(self, f"{self.prefixes[affine.weight]}{kind}")[index] for kind in "AB")
-        added = self.scales[index] * B @ A
-        return weight + (added.mT if affine.inputs == 0 else added.view(weight.shape)).to(weight.dtype)
+        update = self.scales[index] * B @ A
+        return weight + (update.mT if affine.inputs == 0 else update.view(weight.shape)).to(weight.dtype)
 
 
 def _adapters(weight: Tensor, members: int, rank: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return new adapters by PEFT's rule: A like a linear layer's weight, B zero; float32 for half-precision layers."""
+    """Initialize adapters as PEFT does: A like a linear layer's weight, B zero; float32 for half-precision layers."""
     half = weight.dtype in (torch.float16, torch.bfloat16)
     like = weight.new_empty(0, dtype=torch.float32 if half else weight.dtype)
     A = like.new_empty(members, rank, inputs)

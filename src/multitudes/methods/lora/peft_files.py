@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: a folder for each, with `adapter_model.safetensors` and `adapter_config.json`.
+"""Adapters in PEFT's format: one folder each, with `adapter_model.safetensors` and `adapter_config.json`.
 
 The tensors are named `base_model.model.LAYER.lora_A.weight [r, I]` and `...lora_B.weight [O, r]`. Output layers are
 saved whole, as `base_model.model.HEAD.weight`. Reading never runs code from a file.
@@ -45,7 +45,7 @@ UNKNOWN = (
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerAdapter:
     """Adapter of one layer: `A [r, I]`, `B [O, r]`, and the factor of their product."""
 
     A: Tensor
@@ -61,7 +61,7 @@ class Part:
 class Adapter:
     """Content of a folder: adapters and output layers' tensors by layer name."""
 
-    layers: dict[str, Part] = field(default_factory=dict)
+    layers: dict[str, LayerAdapter] = field(default_factory=dict)
     heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     dropout: float = 0.0
 
@@ -77,10 +77,13 @@ def write_adapters(network: nn.Module, members: int, folder: Path) -> list[Path]
         grouped = isinstance(layer, Lora) and int(getattr(layer.layer, "groups", 1)) > 1
         if (isinstance(layer, Lora) and layer.several) or grouped:
             kind = type(layer.layer).__name__
-            raise ValueError(f"layer {name!r} ({kind}) has an adapter that PEFT's files have no form for: use mt.save")
+            raise ValueError(f"PEFT's format does not support an adapter of layer {name!r} ({kind}): use mt.save")
     for other in folder.glob("member-*") if folder.is_dir() else ():
         if other.name not in {f"member-{index}" for index in range(members)}:
-            raise ValueError(f"folder {str(folder)!r} holds {other.name!r} already, and there are {members} members")
+            raise ValueError(
+                f"folder {str(folder)!r} contains {other.name!r}, but there are only {members} members: pass another "
+                "folder"
+            )
     folders = [folder / f"member-{index}" for index in range(members)]
     save = needed("safetensors.torch", "safetensors", "save_adapters").save_file
     for index, own in enumerate(folders):
@@ -94,7 +97,7 @@ def write_adapters(network: nn.Module, members: int, folder: Path) -> list[Path]
 
 
 def _tensors(loras: Mapping[str, Lora], heads: Mapping[str, Own | OwnBlock], index: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, layer in loras.items():
         rank = layer.ranks[index]
         if not rank:
@@ -103,10 +106,10 @@ def _tensors(loras: Mapping[str, Lora], heads: Mapping[str, Own | OwnBlock], ind
         if kind_of(layer.layer) in CONVOLUTIONS:
             kernel = weight_of(layer.layer).shape[1:]
             A, B = A.reshape(rank, *kernel), B.reshape(*B.shape, *[1] * (len(kernel) - 1))
-        found |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": A, f"{PREFIX}{name}.lora_B.weight": B}
     for name, head in heads.items():
-        found |= {f"{PREFIX}{name}.{own}": tensor for own, tensor in head.fold(index).state_dict().items()}
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+        tensors |= {f"{PREFIX}{name}.{own}": tensor for own, tensor in head.fold(index).state_dict().items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _config(network: nn.Module, loras: Mapping[str, Lora], heads: list[str], index: int) -> dict[str, Any]:
@@ -151,9 +154,9 @@ def _targets(network: nn.Module, names: Collection[str]) -> list[str] | str:
     inside = {
         id(m) for layer in network.modules() if isinstance(layer, Lora) for m in layer.modules() if m is not layer
     }
-    there = [name for name, module in network.named_modules() if id(module) not in inside]
-    meant = {name for name in there if name.rpartition(".")[2] in lasts}
-    return lasts if meant == set(names) else "|".join(map(re.escape, names))
+    others = [name for name, module in network.named_modules() if id(module) not in inside]
+    matched = {name for name in others if name.rpartition(".")[2] in lasts}
+    return lasts if matched == set(names) else "|".join(map(re.escape, names))
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -172,67 +175,69 @@ def read_adapter(folder: Path, network: nn.Module) -> Adapter:
     parts: dict[str, dict[str, Tensor]] = {}
     heads: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        found = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.(?:default\.)?weight", key)
-        if found:
-            parts.setdefault(found[1], {})[found[2]] = tensor
+        match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.(?:default\.)?weight", key)
+        if match:
+            parts.setdefault(match[1], {})[match[2]] = tensor
             continue
         head = _head_of(key, config.get("modules_to_save") or [], network)
         if head is None:
-            raise ValueError(f"{wrong}: tensor {key!r} is neither of an adapter nor of a layer that is saved whole")
+            raise ValueError(f"{wrong}: tensor {key!r} belongs neither to an adapter nor to a layer in modules_to_save")
         heads.setdefault(head[0], {})[head[1]] = tensor
-    layers = {name: _part(name, own, config, able, wrong) for name, own in parts.items()}
+    layers = {name: _layer_adapter(name, own, config, able, wrong) for name, own in parts.items()}
     if not layers:
-        raise ValueError(f"{wrong}: {TENSORS} holds no adapter")
+        raise ValueError(f"{wrong}: {TENSORS} contains no adapter")
     for name, own in heads.items():
         want = {key: list(tensor.shape) for key, tensor in network.get_submodule(name).state_dict().items()}
         if want != (got := {key: list(tensor.shape) for key, tensor in own.items()}):
-            raise ValueError(f"{wrong}: layer {name!r} has tensors {got}, and in the model {want}")
+            raise ValueError(f"{wrong}: layer {name!r} has tensors {got}, but {want} in the model")
     return Adapter(layers, heads, float(config.get("lora_dropout") or 0.0))
 
 
 def _config_of(folder: Path, wrong: str) -> dict[str, Any]:
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
-            raise ValueError(f"{wrong} must be a folder that PEFT has written, and there is no {name} in it")
+            raise ValueError(f"{wrong} must be a folder written by PEFT, but it contains no {name}")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{wrong}: {CONFIG} is no JSON ({error})") from error
+        raise ValueError(f"{wrong}: {CONFIG} is not JSON ({error})") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
         raise ValueError(f"{wrong}: peft_type must be 'LORA', got {kind!r}")
     for name in UNKNOWN:
         if config.get(name):
-            raise ValueError(f"{wrong}: {name}={config[name]!r} is a form of LoRA that is not known here")
+            raise ValueError(f"{wrong}: {name}={config[name]!r} is not supported")
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{wrong}: bias={config['bias']!r} trains biases of the base, which all members share here")
+        raise ValueError(f"{wrong}: bias={config['bias']!r} is not supported, since members share the model's biases")
     return config
 
 
-def _part(name: str, own: Mapping[str, Tensor], config: Any, able: Mapping[str, nn.Module], wrong: str) -> Part:
+def _layer_adapter(
+    name: str, own: Mapping[str, Tensor], config: Any, able: Mapping[str, nn.Module], wrong: str
+) -> LayerAdapter:
     if name not in able or len(maps_of(able[name])) != 1:
-        raise ValueError(f"{wrong} adapts layer {name!r}, and the model has no layer of that name that can be adapted")
+        raise ValueError(f"{wrong} adapts layer {name!r}, but the model has no layer of this name that can be adapted")
     if own.keys() != {"A", "B"}:
-        raise ValueError(f"{wrong} has lora_{next(iter(own))} of layer {name!r} alone")
+        raise ValueError(f"{wrong} contains only lora_{next(iter(own))} of layer {name!r}")
     layer = able[name]
     (affine,) = maps_of(layer)
     inputs, outputs = widths_of(weight_of(layer), affine)
     A, B = own["A"].flatten(1), own["B"].flatten(1)
     if A.shape[1] != inputs or B.shape[0] != outputs or B.shape[1] != len(A):
         raise ValueError(
-            f"{wrong}: the adapter of layer {name!r} is {list(own['A'].shape)} and {list(own['B'].shape)}, and the "
-            f"layer has {inputs} inputs and {outputs} outputs"
+            f"{wrong}: the adapter of layer {name!r} has shapes {list(own['A'].shape)} and {list(own['B'].shape)}, but "
+            f"the layer has {inputs} inputs and {outputs} outputs"
         )
-    patterns = (config.get("alpha_pattern") or {}).items()  # the first that fits, as PEFT takes it
-    fitting = (value for key, value in patterns if re.match(rf"(.*\.)?({key})$", name))
-    alpha = next(fitting, config.get("lora_alpha"))
+    patterns = (config.get("alpha_pattern") or {}).items()
+    matching = (value for key, value in patterns if re.match(rf"(.*\.)?({key})$", name))
+    alpha = next(matching, config.get("lora_alpha"))  # PEFT uses the first match
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise ValueError(f"{wrong}: lora_alpha must be a number, got {alpha!r}")
-    return Part(A, B, alpha / (math.sqrt(len(A)) if config.get("use_rslora") else len(A)))
+    return LayerAdapter(A, B, alpha / (math.sqrt(len(A)) if config.get("use_rslora") else len(A)))
 
 
 def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str, str] | None:
-    """Return the module that is saved whole and its tensor's name, for a tensor name in the file."""
+    """Return the saved module and the name of its tensor, for a tensor name in the file."""
     name = key.removeprefix(PREFIX)
     for path, _ in network.named_modules():
         if any(path == own or path.endswith(f".{own}") for own in saved) and name.startswith(f"{path}."):
@@ -240,27 +245,24 @@ def _head_of(key: str, saved: Collection[str], network: nn.Module) -> tuple[str,
     return None
 
 
-# -- into a network ----------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def with_adapters(network: nn.Module, adapters: Sequence[Adapter]) -> None:
+def load_adapters(network: nn.Module, adapters: Sequence[Adapter]) -> None:
     """Set the adapters of a network's members in place; members without one for a layer get zeros."""
     for name, layer in network.named_modules():
         if isinstance(layer, Lora):
-            _fill(layer, [adapter.layers.get(name) for adapter in adapters])
+            _load(layer, [adapter.layers.get(name) for adapter in adapters])
         elif isinstance(layer, (Own, OwnBlock)):
             for index, adapter in enumerate(adapters):
                 for key, tensor in adapter.heads.get(name, {}).items():
                     layer.stack_of(key)[index].copy_(tensor)
 
 
-def _fill(layer: Lora, parts: Sequence[Part | None]) -> None:
+def _load(layer: Lora, adapters: Sequence[LayerAdapter | None]) -> None:
     layer.A.zero_()
     layer.B.zero_()
-    for index, part in enumerate(parts):
-        rank = 0 if part is None else part.rank
-        layer.ranks[index], layer.scales[index] = rank, 1.0 if part is None else part.scale
-        if part is not None:
-            layer.A[index, :rank].copy_(part.A)
-            layer.B[index, :, :rank].copy_(part.B)
+    for index, adapter in enumerate(adapters):
+        rank = 0 if adapter is None else adapter.rank
+        layer.ranks[index], layer.scales[index] = rank, 1.0 if adapter is None else adapter.scale
+        if adapter is not None:
+            layer.A[index, :rank].copy_(adapter.A)
+            layer.B[index, :, :rank].copy_(adapter.B)

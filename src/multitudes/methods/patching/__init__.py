@@ -1,4 +1,4 @@
-"""Ensemble model patching: layers, conversion, objective, and rows for studies."""
+"""Ensemble model patching: layers, conversion, objective and rows for studies."""
 
 from multitudes.methods.patching.conversion import ROWS, Patched, family, patched, patching_kl
 

@@ -1,4 +1,4 @@
-"""Ensemble model patching: a few layers, each drawn from its own ensemble.
+"""Ensemble model patching: a few layers are each drawn from an ensemble of their own.
 
 Chang, Yao, Williams-King and Lipson, *Ensemble model patching: a parameter-efficient variational Bayesian neural
 network*, 2019. Every weight and bias is drawn from a mixture of K Gaussians (eq. 1),
@@ -60,7 +60,7 @@ from multitudes.surgery.select import Factory, Selector, is_frozen, replace, sel
 PLACES = ("norm", "input", "output")
 """Words for `layers`, which can be joined by `+`."""
 
-_DRAWN = {
+_SCOPES = {
     "network": "one for the whole network",
     "layer": "one for the layer",
     "row": "one for each input",
@@ -70,7 +70,7 @@ _DRAWN = {
 
 @dataclass(frozen=True)
 class Overhead:
-    """Numbers of parameters that a network had, and that were added."""
+    """Number of parameters before patching, and number of added ones."""
 
     before: int
     added: int
@@ -88,7 +88,7 @@ class Patched(Multitude):
     """A network with layers that are drawn from mixtures of components."""
 
     def ensemble_size(self) -> int:
-        """Return the number of different networks that the assignments can make (Table 3)."""
+        """Return the number of different networks that assignments can yield (Table 3)."""
         own = prod(patch.mixing.components ** patch.assignments() for patch in _patches(self.network))
         return own * prod(mixing.components for mixing in _shared_mixings(self.network))
 
@@ -119,19 +119,29 @@ def patched(
     cross: bool = False,
     **options: Any,
 ) -> Patched:
-    """Convert a network by ensemble model patching (EMP): each draw picks one of `components` versions of each layer.
+    """Convert a network by ensemble model patching (Chang et al., 2019): a few layers have K versions.
 
-    With `cross` (ECMP) it picks the version of each weight and bias separately. `layers` selects the patched layers:
-    norm layers with gamma and beta (`"norm"`), the first or last convolution or linear layer that runs (`"input"`,
-    `"output"`), sums of these, a selector, or None for all possible layers. A batch norm's running statistics are
-    shared. The other arguments are those of `family`.
+    Each draw picks one version of each patched layer, or of each weight: `W = sum_k 1[z = k] M_k`. All other layers and
+    the running statistics of batch norms are shared.
 
-    >>> model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    >>> net = patched(model, components=5).eval()
-    >>> net(torch.ones(4, 3), draws=10).shape
-    torch.Size([10, 4, 2])
-    >>> net.ensemble_size(), net.overhead().added
-    (25, 136)
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        components: Number of versions (K).
+        layers: `"norm"` for norm layers with gamma and beta, `"input"` or `"output"` for the first or last convolution
+            or linear layer that runs, sums of these words, a selector, or None for all possible layers.
+        cross: False picks a version per layer (EMP), true per weight and bias (ECMP).
+        options: Further arguments of `family`.
+
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = patched(model, components=5).eval()
+        >>> net(torch.ones(4, 3), draws=10).shape
+        torch.Size([10, 4, 2])
+        >>> net.ensemble_size(), net.overhead().added
+        (25, 136)
     """
     return family(model, components, "element" if cross else "layer", layers=layers, **options)
 
@@ -156,33 +166,42 @@ def family(
     task: str | None = None,
     seed: int | None = None,
 ) -> Patched:
-    """Return a copy of `model` whose layers are drawn from mixtures of `components` by the general eq. (1).
+    """Draw the weights of layers from mixtures of K Gaussians (Chang et al., 2019): the general form of `patched`.
 
-    `assignment` is the scope of one choice of component: the whole `"network"`, a `"layer"`, the weights of one
-    input unit (`"row"`), or a single weight (`"element"`). `sigma` is the components' noise. With `zero_component` the
-    last component is zero; then, and for rows, there is one bias. `layers` is as in `patched`; by default all possible
-    layers, except norm layers if there is a zero component. Dropout of rate p is
+    Eq. (1) is `W_i = sum_k 1[Z_i = k] (M_ik + sigma eps_ik)`. Dropout of rate p is `family(model, 2, "row",
+    zero_component=True, mixing=[1 - p, p])`, without the factor 1 / (1 - p) of torch's dropout and with one mask for
+    the whole batch. Expectations (`draws=0`) use the mean weights `sum_k p_k M_k`.
 
-        family(model, 2, "row", zero_component=True, mixing=[1 - p, p]),
+    Args:
+        model: The network, or a function that builds one. It is not changed. Frozen layers are not patched.
+        components: Number of components (K).
+        assignment: Scope of one choice of component: the whole `"network"`, a `"layer"`, the weights of an input unit
+            (`"row"`), or one weight (`"element"`). Unlike in `deep_ensemble`, networks share batch-norm statistics.
+        sigma: Standard deviation of the components' noise.
+        zero_component: Whether the last component is zero. In this case, and for rows, there is one bias.
+        layers: The patched layers, as in `patched`; by default all possible layers, except norms if there is a zero
+            component.
+        mixing: Probabilities of the components: `"uniform"`, K numbers, or `"learned"` with logits for each layer.
+        relaxation: Gradient of learned probabilities: `"straight-through"` for the drawn component with the gradient of
+            its probability, `"weighted"` for a Gumbel-softmax average of the components.
+        temperature: Temperature of the Gumbel-softmax.
+        weight_precision: Precision of the prior over weights in `net.kl()` (tau).
+        bias_precision: Precision of the prior over biases (rho).
+        init: `"fresh"`, `"heads"` or `"pretrained"`, as in `deep_ensemble`. Components of a fresh network are
+            initialized independently. Equal ones (of norms and pretrained layers) get noise that keeps their mean.
+        heads: Selects the output layers that `init="heads"` resets.
+        spread: Standard deviation of this noise, relative to the root mean square of the layer's weight.
+        example: One batch of inputs to find the layers with; by default noise of the usual sizes is tried.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights.
 
-    without the scaling by 1 / (1 - p) of torch's dropout, and with one mask for a whole batch. The networks of an
-    explicit ensemble (`"network"`) share their batch norms' running statistics, unlike those of `deep_ensemble`.
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`.
 
-    `mixing` gives the probabilities: `"uniform"`, K numbers, or `"learned"`, with logits for each layer. Learned ones
-    get gradients by a relaxation: the drawn component with the gradient of its probability
-    (`"straight-through"`), or an average of the components weighted by a Gumbel-softmax at `temperature`
-    (`"weighted"`). Expectations (`draws=0`) use the mixture's mean weights, `sum_k p_k M_k`.
-
-    Components start different. In a fresh network (see `deep_ensemble` for `init` and `heads`) they are initialised
-    independently, by the network's own rules. If that gives equal components, as in norm layers, and in pretrained
-    networks, normal noise is added with deviation `spread` times the root mean square of the layer's weight; the
-    components' mean stays the layer. Frozen layers keep their weights and are not patched. `weight_precision` and
-    `bias_precision` are the precisions of the priors in `net.kl()`, the paper's tau and rho. `example` is one batch of
-    inputs to find the input and output layers with; without it, noise of the usual sizes is tried.
-
-    >>> net = family(nn.Linear(3, 2), 2, "element", zero_component=True, mixing=[0.9, 0.1])  # DropConnect
-    >>> net.ensemble_size() == 2**6, net.overhead().added
-    (True, 0)
+    Example:
+        >>> net = family(nn.Linear(3, 2), 2, "element", zero_component=True, mixing=[0.9, 0.1])  # DropConnect
+        >>> net.ensemble_size() == 2**6, net.overhead().added
+        (True, 0)
     """
     start = Start(model, 1, init, heads, example=example, seed=seed)
     model = start.network
@@ -207,7 +226,7 @@ def family(
             kind = PatchedBatchNorm if type(own_versions[0]) in BATCH_NORMS else Patch
             own = mixing_like(own_versions[0].weight) if shared is None else shared
             patch = kind(own_versions, own, assignment, sigma, spread, shared is None or not converted)
-            if not start.fresh or patch.alike():
+            if not start.fresh or patch.has_equal_weights():
                 patch.scatter()
             converted[name] = patch
     network = replace(network, converted)
@@ -216,7 +235,7 @@ def family(
     net = Patched(network).like(start.given, task)
     others = [each for each in net.divergences if getattr(each, "func", None) is not patching_kl]
     net.divergences = (*others, partial(patching_kl, **precisions))  # replaces that of an earlier patching
-    net.notes = start.summary_notes({name: f"{components} components, {_DRAWN[assignment]}" for name in converted})
+    net.notes = start.summary_notes({name: f"{components} components, {_SCOPES[assignment]}" for name in converted})
     note_reach(net, model, converted, example, warn=False)  # small by design
     if isinstance(layers, str) and "norm" in layers.split("+"):
         warn_of_other_norms(model, converted)
@@ -226,10 +245,7 @@ def family(
 def _versions(
     model: nn.Module, names: Sequence[str], count: int, start: Start
 ) -> tuple[nn.Module, dict[str, list[Any]]]:
-    """Return the network to patch, and `count` versions of each named layer.
-
-    A fresh network is initialised anew for each version.
-    """
+    """Return the network to patch, and `count` versions of each named layer. Fresh networks are reset for each."""
     draws = count if any(maps_of(model.get_submodule(name)) for name in names) else 1
     versions: dict[str, list[Any]] = {name: [] for name in names}
     for _ in range(draws if start.fresh else 1):
@@ -266,10 +282,10 @@ def chosen_layers(model: nn.Module, layers: Selector, zero_component: bool, exam
 
 
 def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Remove frozen layers; raise if none is left."""
+    """Remove frozen layers; raise if all are frozen."""
     trained = [name for name in names if not is_frozen(model.get_submodule(name))]
     if not trained:
-        raise ValueError(f"layers: all that could be patched are frozen: {', '.join(names)}")
+        raise ValueError(f"layers: all layers that can be patched are frozen: {', '.join(names)}")
     return trained
 
 
@@ -284,14 +300,14 @@ def _place(model: nn.Module, word: str, example: Input | None) -> list[str]:
         if names:
             return names
         raise ValueError(
-            f"layers: 'norm' finds no norm layer with a weight ({', '.join(kind.__name__ for kind in NORMS)}) in the "
-            f"model ({type(model).__name__}); layers is a sum of {', '.join(PLACES)}, or selects layers"
+            f"layers: 'norm' selects nothing, since model ({type(model).__name__}) has no norm layer with a weight "
+            f"({', '.join(kind.__name__ for kind in NORMS)}): pass a sum of {', '.join(PLACES)}, or a selector"
         )
     able = [name for name, layer in affine_layers(model).items() if can_be_patched(layer)]
     able += [name for name, layer in model.named_modules() if isinstance(layer, Patch) and layer.map is not None]
     order = execution_order(model, example_for(model, example), able)
     if not order:
-        raise ValueError(f"layers: {word!r} finds no convolution or linear layer in the model ({type(model).__name__})")
+        raise ValueError(f"layers: {word!r} selects nothing: model ({type(model).__name__}) has no layer to patch")
     return [order[0 if word == "input" else -1]]
 
 
@@ -320,7 +336,7 @@ def warn_of_other_norms(model: nn.Module, patched: Collection[str]) -> None:
     if left:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in left.items())
         reached = len(called) - sum(left.values())
-        warnings.warn(f"{reached} of {len(called)} norm layers are patched; left out are {kinds}", stacklevel=3)
+        warnings.warn(f"{reached} of {len(called)} norm layers are patched, but not {kinds}", stacklevel=3)
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
@@ -330,11 +346,11 @@ def _check_layer(name: str, layer: nn.Module) -> None:
             f"these can: {', '.join(kind.__name__ for kind in KINDS)}"
         )
     if not _has_weight(layer):
-        raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight of its own to patch")
+        raise ValueError(f"layers: layer {name!r} ({type(layer).__name__}) has no weight to patch")
     if layer._forward_hooks or layer._forward_pre_hooks:
-        raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose; remove them first")
+        raise ValueError(f"layers: layer {name!r} has forward hooks, which patching would lose: remove them first")
     if is_frozen(layer):
-        raise ValueError(f"layers: layer {name!r} is frozen, and its components would be other weights")
+        raise ValueError(f"layers: layer {name!r} is frozen, but patching changes weights")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -350,8 +366,7 @@ def _probabilities(mixing: str | Sequence[float], components: int) -> list[float
         given = []
     if len(given) != components or not min(given) > 0 or not isclose(sum(given), 1, abs_tol=1e-6):
         raise ValueError(
-            f"mixing must be 'uniform', 'learned', or {components} numbers above 0 that sum to 1, one for each "
-            f"component, got {mixing!r}"
+            f"mixing must be 'uniform', 'learned', or {components} numbers above 0 that sum to 1, got {mixing!r}"
         )
     return given
 
@@ -364,7 +379,12 @@ def patching_kl(network: nn.Module, weight_precision: float = 1.0, bias_precisio
     """Return the divergence of a patched network from its prior, eq. (6), up to a constant.
 
     The shared terms cover all other parameters with "weight" or "bias" in their name. If probabilities are learned, the
-    entropy of the assignments is not constant, and `sum_k p_k log p_k` is added for each.
+    entropy of the assignments is not constant, so `sum_k p_k log p_k` is added for each.
+
+    Args:
+        network: The network with patched layers.
+        weight_precision: Precision of the prior over weights (tau).
+        bias_precision: Precision of the prior over biases (rho).
     """
     tau, rho = weight_precision, bias_precision
     check_number("weight_precision", tau, 0)
@@ -409,16 +429,16 @@ def _build(network: nn.Module, example: Tensor, settings: Settings, seed: int, c
 
 
 _SETTINGS = {"components": 5, "layers": None, "weight_precision": 1.0, "bias_precision": 1.0, "spread": 0.1}
-_COSTS = "Some copies of small layers, norms and the output; a forward a draw."
+_COSTS = "Copies of small layers: norms and the output layer. One forward per draw."
 ROWS = (
     Method(
         "patched", _build, _SETTINGS, _COSTS,
-        "Pick it when the network has batch norm, which dropout harms.",
+        "Pick it if the network has batch norm, which does not combine well with dropout.",
         place=80,
     ),
     Method(
         "cross_patched", partial(_build, cross=True), _SETTINGS, _COSTS,
-        "Pick it in place of patched when draws must differ more finely, weight by weight.",
+        "Pick it instead of patched if single weights, not whole layers, should vary between draws.",
         place=90,
     ),
 )  # fmt: skip

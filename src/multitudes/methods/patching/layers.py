@@ -1,12 +1,12 @@
-"""Layers with weights drawn from a mixture, which ensemble model patching puts in place of torch's layers.
+"""Layers of ensemble model patching, with weights drawn from a mixture.
 
-A patched layer keeps K versions (components) of its weight and bias, stacked `[K, ...]` under the layer's own names.
-Each draw combines them by eq. (1) of Chang et al. (2019),
+A patched layer has K versions (components) of its weight and bias, stacked `[K, ...]` under the layer's names. Each
+draw combines them by eq. (1) of Chang et al. (2019),
 
     W = sum_k 1[Z = k] * (M_k + sigma eps_k),
 
-and runs the layer with the result. `Mixing` draws the assignment Z: one number for the whole network, for each layer,
-for each input unit ("row") or for each element.
+and runs the layer with the result. `Mixing` draws the assignment Z: one number per network, layer, input unit ("row")
+or element.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RELAXATIONS = ("straight-through", "weighted")
 
 
 class Mixing(Stochastic):
-    """Draw components: K of them, with probabilities that are `given` or learned, as `logits [K]`.
+    """Random choice among K components, with probabilities that are `given` or learned as `logits [K]`.
 
     With learned probabilities, an assignment is a weight for each component instead of a component's number: 1 for the
     drawn one, with the gradient of the probabilities (`"straight-through"`), or Gumbel-softmax weights at a
@@ -80,8 +80,8 @@ class Mixing(Stochastic):
             return ((log_p + gumbel) / self.temperature).softmax(0)
         p = self.logits.float().softmax(0)
         number = self._number(self.uniform(shape, like), None)
-        drawn = number == torch.arange(self.components, device=p.device).view(-1, *ones)
-        return drawn.float() + (p - p.detach()).view(-1, *ones)
+        picked = number == torch.arange(self.components, device=p.device).view(-1, *ones)
+        return picked.float() + (p - p.detach()).view(-1, *ones)
 
     def _number(self, u: Tensor, given: tuple[float, ...] | None) -> Tensor:
         """Map uniform numbers to components: count the cumulative probabilities at or below each."""
@@ -91,7 +91,7 @@ class Mixing(Stochastic):
         return sum(((u >= bound).long() for bound in bounds[:-1]), torch.zeros_like(u, dtype=torch.int64))
 
     def mixed(self, stack: Tensor, z: Tensor) -> Tensor:
-        """Return `sum_k 1[Z = k] * M_k` of components `[K, ...]`; a last one missing in the stack is zero."""
+        """Return `sum_k 1[Z = k] * M_k` of components `[K, ...]`. If the stack lacks the last one, it is zero."""
         if self.logits is None:
             return _picked(stack, z) if len(stack) == self.components else _picked_or_zero(stack, z)
         weights = z[: len(stack)].to(stack.dtype)
@@ -135,10 +135,10 @@ def _picked_or_zero(stack: Tensor, z: Tensor) -> Tensor:
 class Patch(Stochastic):
     """A layer with stacked components `weight [K, ...]` and `bias [K, ...]`, which each draw combines.
 
-    It replaces a layer of one affine map, of any class, or a norm, whose gamma is a diagonal matrix. `layers` are the
-    components, K - 1 if the last is fixed at zero. The settings (`stride`, `eps`) are those of the first. With a zero
-    component, or assignment by input unit, there is a single bias `[1, ...]` (the paper's K_j = 1). If layers share a
-    `mixing`, exactly one is its `owner`.
+    It replaces a layer of any class with one affine map, or a norm, whose gamma is a diagonal matrix. `layers` are the
+    components, K - 1 if the last is zero. The settings (`stride`, `eps`) are those of the first. With a zero component,
+    or assignment by input unit, there is a single bias `[1, ...]` (the paper's K_j = 1). If layers share a `mixing`,
+    exactly one is its `owner`.
     """
 
     noise = "weights"
@@ -160,7 +160,7 @@ class Patch(Stochastic):
         nn.Module.__init__(self)
         self.kind = type(layers[0]).__name__
         self.whole = type(layers[0]) not in KINDS
-        self._settle(layers[0])
+        self._copy_settings(layers[0])
         self.map = next(((m.weight, m.bias, m.inputs, m.outputs, m.groups) for m in maps_of(layers[0])), None)
         self.assignment = assignment
         self.sigma = sigma
@@ -174,8 +174,8 @@ class Patch(Stochastic):
         else:  # not registered: with two names, `functional_call` would not restore its tensors
             object.__setattr__(self, "mixing", mixing)
 
-    def _settle(self, layer: nn.Module) -> None:
-        """Copy the settings and buffers of torch's own layers; keep other layers whole, without weight and bias.
+    def _copy_settings(self, layer: nn.Module) -> None:
+        """Copy the settings and buffers of torch's layers; keep other layers whole, without weight and bias.
 
         A torch layer without a weight inside the network would break code that searches for such layers.
         """
@@ -190,18 +190,18 @@ class Patch(Stochastic):
             self.register_buffer(name, None if buffer is None else buffer.clone())
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight, bias = self.drawn()
+        weight, bias = self.draw_tensors()
         if self.whole and self.map is not None:
             return run_with(self.layer, AffineMap(*self.map), x, weight, bias, *args, **kwargs)
         if self.whole:
             tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
             return functional_call(self.layer, tensors, (x, *args), kwargs)
         if self.map is None:
-            return self._normalised(x, weight, bias)
+            return self._normalize(x, weight, bias)
         kind: Any = getattr(nn, self.kind)
         return F.linear(x, weight, bias) if kind is nn.Linear else kind._conv_forward(self, x, weight, bias)
 
-    def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         by_group, settings = self.kind == "GroupNorm", vars(self)
         norm, over = (F.group_norm, "num_groups") if by_group else (F.layer_norm, "normalized_shape")
         if self.training:
@@ -209,23 +209,23 @@ class Patch(Stochastic):
         plain = norm(x, settings[over], None, None, settings["eps"])
         return _affine(plain, weight, bias, x.dim() - 2 if by_group else 0)
 
-    def assigned(self) -> tuple[int, ...]:
+    def assignment_shape(self) -> tuple[int, ...]:
         """Return the shape of the weight's Z: one number, one per input unit, or one per element."""
         if self.assignment == "row" and self.map is not None:
             return (AffineMap(*self.map).widths(self.weight.shape[1:])[0],)
         return tuple(self.weight.shape[1:]) if self.assignment in ("row", "element") else ()
 
     def assignments(self) -> int:
-        """Return the number of components drawn for this layer alone in one draw."""
+        """Return the number of components that one draw picks for this layer alone."""
         if self.assignment == "network":
             return 0
-        count = prod(self.assigned())
+        count = prod(self.assignment_shape())
         if self.assignment == "element" and self.bias is not None and len(self.bias) > 1:
             count += self.bias[0].numel()
         return count
 
-    def drawn(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of this draw, or the mixture's mean for expectations."""
+    def draw_tensors(self) -> tuple[Tensor, Tensor | None]:
+        """Draw the weight and bias, or return the mixture's mean for expectations."""
         if self.expects:
             if self.bias is None:
                 return self.mixing.mean(self.weight), None
@@ -233,7 +233,7 @@ class Patch(Stochastic):
             return self.mixing.mean(self.weight), bias
         z = self.mixing.shared if self.assignment == "network" else None
         if z is None:
-            z = self.mixing.assign(self.assigned(), self.weight)
+            z = self.mixing.assign(self.assignment_shape(), self.weight)
         weight = self._mixed(self.weight, self._by_input(z) if self.assignment == "row" else z)
         if self.bias is None:
             return weight, None
@@ -246,9 +246,9 @@ class Patch(Stochastic):
     def fold(self) -> nn.Module:
         if not self.whole:
             own = ("kind", "whole", "map", "assignment", "sigma", "spread", "mixing")
-            return plain_layer(getattr(nn, self.kind), self, *self.drawn(), omit=own)
+            return plain_layer(getattr(nn, self.kind), self, *self.draw_tensors(), omit=own)
         plain = copied(self.layer)
-        for name, tensor in zip(("weight", "bias"), self.drawn(), strict=True):
+        for name, tensor in zip(("weight", "bias"), self.draw_tensors(), strict=True):
             if tensor is not None:
                 plain.register_parameter(name, nn.Parameter(tensor.detach().clone()))
         return plain
@@ -289,7 +289,7 @@ class Patch(Stochastic):
             bound = max(1, self.weight[0, 0].numel()) ** -0.5
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def alike(self) -> bool:
+    def has_equal_weights(self) -> bool:
         """Return whether all components have the same weight."""
         return not self.weight.is_meta and bool((self.weight == self.weight[:1]).all())
 
@@ -306,7 +306,7 @@ class Patch(Stochastic):
                 stack.add_(self.spread * size * noise)
 
     def extra_repr(self) -> str:
-        zero = ", one of them zero" if len(self.weight) < self.mixing.components else ""
+        zero = ", last zero" if len(self.weight) < self.mixing.components else ""
         noise = f", sigma={self.sigma}" if self.sigma else ""
         return f"{self.kind}, components={self.mixing.components}{zero}, assignment={self.assignment!r}{noise}"
 
@@ -323,14 +323,14 @@ def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
 
 
 class PatchedBatchNorm(Patch, _BatchNorm):  # type: ignore[misc]  # whose forward takes x alone
-    """`[B, C, ...] -> [B, C, ...]`. The running statistics are shared by all components.
+    """A batch norm, `[B, C, ...] -> [B, C, ...]`, whose components share the running statistics.
 
     It subclasses torch's batch norm, so code that recomputes statistics finds it.
     """
 
     bias: Any  # torch declares that it is never None
 
-    def _normalised(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.training or self.running_mean is None or self.running_var is None:
             kept = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
             return F.batch_norm(x, *kept, weight, bias, True, self._step(), self.eps)
@@ -365,7 +365,7 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, after: int = 0) -> T
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm)
 KINDS = (nn.Linear, *CONVOLUTIONS, *NORMS)
-"""Torch's own layers, which a patch computes without keeping the layer."""
+"""Torch's layers, which a patch computes without keeping the layer."""
 
 
 # -- which layers ------------------------------------------------------------------------------------------

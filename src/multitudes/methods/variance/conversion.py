@@ -1,19 +1,19 @@
-"""Variance networks: a layer may store what it has learned in the variances of its weights alone.
+"""Variance networks: layers that can store what they learn in the variances of their weights alone.
 
 Neklyudov, Molchanov, Ashukha and Vetrov, *Variance networks: when expectation does not meet your expectations*,
 2018. The weights of a layer are drawn from one of
 
     q(w_ij) = N(mu_ij, alpha mu_ij^2)      one alpha per layer, per output unit, or per weight (17-19)
     q(w_ij) = N(mu_ij, sigma_ij^2)         additive (20)
-    q(w_ij) = N(0, sigma_ij^2)             zero-centred (12)
+    q(w_ij) = N(0, sigma_ij^2)             zero-centered (12)
 
-and the layer's output by local reparameterisation (21-24), with separate noise for each example and position:
+and the layer's output by local reparameterization (21-24), with separate noise for each example and position:
 
     b = A * mu + eps sqrt(A^2 * sigma^2),  eps ~ N(0, 1).
 
 The objective is the evidence lower bound, with the log-uniform prior p(w) ~ 1/|w| or Student's t. The divergence from
-the former falls as alpha grows, so it pushes alpha up until the expectations of the weights carry no information:
-the phase transition, which `transition` measures.
+the former falls as alpha grows, so alpha rises until the expectations of the weights carry no information. `transition`
+measures this phase transition.
 """
 
 from __future__ import annotations
@@ -51,28 +51,40 @@ def variance(
     task: str | None = None,
     seed: int | None = None,
 ) -> Multitude:
-    """Build a variance network: linear layers and convolutions get random weights, by default all but the last.
+    """Build a variance network (Neklyudov et al., 2018): the weights of layers are Gaussian, `N(mu, alpha mu^2)`.
 
-    `parameterization` is one alpha per `layer`, per `neuron` or per `weight`, all starting at `log_alpha`; `additive`
-    noise, about as large at the start; or `zero` expectations. A zero-centred layer should be followed by an even
-    nonlinearity, `Absolute()`; select it with `layers`. `kl` is how to compute the divergence from the log-uniform
-    prior, `approximate` (eq. 10) or `stochastic` (eq. 9), or `student` for that prior with `nu` degrees of freedom.
-    With `init="pretrained"` the model's weights become the expectations, or the sigmas of zero-centred layers.
-    `init="heads"` does the same, but resets the output layers (found, or selected by `heads`). Frozen layers stay plain
-    unless `layers` selects them, and always keep their weights.
-
-    Train with `net.loss(x, y, dataset_size=N)`, and with a higher learning rate for alpha,
+    Train with `net.loss(x, y, dataset_size=N)` and a higher learning rate for alpha,
     `net.parameter_groups(lr=3e-3, log_alpha=0.1)`. The phase transition is clearest with batch norm after the layer.
-    The gradient of the divergence in log alpha falls as 1 / alpha. Adam's second moment still holds the larger past
-    gradients, so in the long run log alpha rises by at most (1 - beta2) / 2 a step, 0.0005, at any learning rate. With
+    The gradient of the divergence in log alpha falls as 1 / alpha. Adam's second moment still contains the larger past
+    gradients, so in the long run log alpha rises by at most (1 - beta2) / 2 = 0.0005 per step at any learning rate. For
     few steps, lower beta2: `log_alpha={"lr": 0.01, "betas": (0.9, 0.99)}`.
 
-    >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> net = variance(model)
-    >>> net.network[0]
-    VarianceLinear(in_features=3, out_features=8, bias=True, parameterization='layer')
-    >>> net.eval()(torch.ones(5, 3), draws=50).shape
-    torch.Size([50, 5, 2])
+    Args:
+        model: The network, or a function that builds one. It is not changed.
+        layers: Selects the linear layers and convolutions that get random weights; by default all that are trained,
+            except the last. Selected frozen layers keep their weights as expectations.
+        parameterization: One alpha per `"layer"`, `"neuron"` or `"weight"`; `"additive"` for a separate variance per
+            weight; `"zero"` for expectations of zero, usually with the nonlinearity `Absolute()` after the layer.
+        log_alpha: Start of log alpha. `"additive"` noise starts about as large.
+        kl: Divergence from the log-uniform prior, `"approximate"` (eq. 10) or `"stochastic"` (eq. 9), or `"student"`
+            for Student's t as the prior.
+        nu: Degrees of freedom of Student's t.
+        init: `"fresh"` (default); `"pretrained"` to use the model's weights as expectations, or as sigmas of
+            zero-centered layers; or `"heads"` to reset the output layers also.
+        heads: Selects the output layers that `init="heads"` resets.
+        task: Task of the predictions, if it cannot be inferred.
+        seed: Seed of the random weights.
+
+    Returns:
+        A multitude that draws: `net(x, draws=D)` is `[D, B, ...]`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = variance(model)
+        >>> net.network[0]
+        VarianceLinear(in_features=3, out_features=8, bias=True, parameterization='layer')
+        >>> net.eval()(torch.ones(5, 3), draws=50).shape
+        torch.Size([50, 5, 2])
     """
     start = Start(model, 1, init, heads, seed=seed)
     network = start.network
@@ -84,7 +96,7 @@ def variance(
         chosen = _all_but_last(network, chosen, last[0])
     frozen = [name for name, layer in chosen.items() if is_frozen(layer)]
     if frozen and parameterization == "zero":  # otherwise the weights can be the expectations
-        raise ValueError(f"layers: {frozen[0]!r} is frozen, and a zero-centred layer has no place for its weights")
+        raise ValueError(f"layers: {frozen[0]!r} is frozen, but a zero-centered layer cannot keep its weights")
     hooked = [name for name, layer in chosen.items() if layer._forward_hooks or layer._forward_pre_hooks]
     if hooked:
         raise ValueError(f"layers: {hooked[0]!r} has forward hooks, which would be lost: remove them first")
@@ -97,8 +109,8 @@ def variance(
             assert kind is not None
             converted[name] = kind.of(_as_linear(network.get_submodule(name)), **options)
         if start.fresh:
-            for drawn in converted.values():
-                drawn.reset_spread()
+            for variance_layer in converted.values():
+                variance_layer.reset_spread()
     net = Multitude(replace(network, converted)).like(start.given, task)
     if variance_kl not in net.divergences:  # it covers all such layers
         net.divergences += (variance_kl,)
@@ -136,7 +148,7 @@ def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module], last: str) -> 
     hidden = {name: layer for name, layer in chosen.items() if name != last}
     if not hidden:
         others = unconverted_kinds(model, chosen)
-        but = f"; not of a kind that can be converted: {others}" if others else ""
+        but = f"; these kinds of layers cannot be converted: {others}" if others else ""
         raise ValueError(f"model ({type(model).__name__}) has only one layer: layers=[{last!r}] converts it{but}")
     trained = {name: layer for name, layer in hidden.items() if not is_frozen(layer)}
     if not trained:
@@ -149,7 +161,13 @@ def _all_but_last(model: nn.Module, chosen: dict[str, nn.Module], last: str) -> 
 
 @divergence
 def variance_kl(network: nn.Module, kind: str | None = None, nu: float | None = None) -> Tensor:
-    """Return the divergence of all variance layers' weights from their prior; `kind` and `nu` override theirs."""
+    """Return the divergence of all variance layers' weights from their prior.
+
+    Args:
+        network: The network with variance layers.
+        kind: Overrides the layers' `kl`.
+        nu: Overrides the layers' `nu`.
+    """
     if kind is not None:
         check_choice("kind", kind, KLS)
     if nu is not None:
@@ -182,8 +200,8 @@ ROWS = (
         "variance", by(variance),
         {"layers": None, "parameterization": "layer", "log_alpha": -5.0, "kl": "approximate", "lr": None,
          "log_alpha_lr": None, "epochs_factor": 1.0},
-        "A number more a layer, twice the multiply-adds of one network in training, and a forward a draw.",
-        "Pick it when you want diverse draws of high variance, or a sparse network.",
+        "One more parameter per layer. Training with twice the multiply-adds. One forward per draw.",
+        "Pick it for diverse draws of high variance, or for a sparse network.",
         place=100, train=_train,
     ),
 )  # fmt: skip

@@ -17,7 +17,7 @@ SMALL = 1e-8
 def approximate_kl(log_alpha: Tensor) -> Tensor:
     """Return KL(N(mu, alpha mu^2) || log-uniform) of a weight, by eq. (10) with a corrected sign.
 
-    The prior is improper and leaves a constant open, set here so that the divergence falls to 0 as alpha grows.
+    The prior is improper, so a constant is arbitrary. It is chosen such that the divergence falls to 0 as alpha grows.
 
     >>> approximate_kl(torch.tensor([-8.0, 0.0, 8.0])).round(decimals=3)
     tensor([4.6360, 0.4310, 0.0000])

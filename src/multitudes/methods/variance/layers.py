@@ -1,4 +1,7 @@
-"""Layers of random weights, drawn by local reparameterisation: Neklyudov et al., 2018 (see `conversion`)."""
+"""Layers of random weights, drawn by local reparameterization: Neklyudov et al., 2018 (see `conversion`).
+
+`kl.py` has the divergences.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,22 @@ CLIP = 20.0
 
 
 class VarianceLayer(Stochastic):
-    """A layer with random weights of the given `parameterization`, drawn anew for each example.
+    """A layer with random weights, drawn separately for each example.
 
-    `weight` holds the expectations mu. The spread is `log_alpha`, of shape `[]`, `[O, 1, ...]` or the weight's, or
-    `log_sigma`. A zero-centred layer has a signed `sigma` instead, and its `weight` reads as zeros. The bias is not
+    `weight` contains the expectations mu. The spread is `log_alpha`, of shape `[]`, `[O, 1, ...]` or the weight's, or
+    `log_sigma`. A zero-centered layer has a signed `sigma` instead, and its `weight` reads as zeros. The bias is not
     random. For expectations, the layer is the plain one with the expected weights.
 
-    A sparse layer has two more buffers: weights that are `fixed` are not random, but have a constant `value`.
-    `kappa` is the latest result of the function `kappa`; it is not in the state dict.
+    A sparse layer has two more buffers: weights that are `fixed` are not random, but have a constant `value`. `kappa`
+    is the latest result of the function `kappa`; it is not in the state dict.
+
+    Args:
+        args: Those of the plain layer.
+        parameterization: As in `variance`, like the following arguments.
+        log_alpha: Start of log alpha.
+        kl: Divergence from the prior.
+        nu: Degrees of freedom of Student's t.
+        kwargs: Those of the plain layer.
     """
 
     parameterization = ""
@@ -61,7 +72,7 @@ class VarianceLayer(Stochastic):
         kl: str = "approximate",
         nu: float = 1e-16,
     ) -> Self:
-        """Convert a plain layer. Its weights become the expectations, or the sigmas of a zero-centred layer."""
+        """Convert a plain layer. Its weights become the expectations, or the sigmas of a zero-centered layer."""
         check_options(parameterization, log_alpha, kl, nu)
         new = cls.__new__(cls)
         vars(new).update(vars(copied(layer)))
@@ -93,7 +104,7 @@ class VarianceLayer(Stochastic):
 
     @torch.no_grad()
     def reset_spread(self) -> None:
-        """Reset alpha to its start (`additive`: relative to the weights' root mean square); draw a lone sigma."""
+        """Reset alpha to its start (`additive`: relative to the weights' root mean square), or draw sigma."""
         if self.parameterization == "zero":
             bound = 1 / math.sqrt(self.sigma[0].numel())
             self.sigma.uniform_(-bound, bound)
@@ -140,9 +151,8 @@ class VarianceLayer(Stochastic):
     def kl(self, kind: str | None = None, nu: float | None = None) -> Tensor:
         """Return the divergence of the layer's random weights from the prior, a scalar.
 
-        A zero-centred weight's divergence from the log-uniform prior does not depend on sigma (appendix C): it is 0.
-        Estimates use separate noise for each weight, even if weights share alpha. One number for all would also be
-        unbiased, but with as many times the variance as there are weights.
+        The divergence of a zero-centered weight from the log-uniform prior does not depend on sigma (appendix C), so it
+        is 0. Estimates use separate noise for each weight, even if weights share alpha, for a lower variance.
         """
         kind, nu = self.kind if kind is None else kind, self.nu if nu is None else nu
         variance = self.variance()
@@ -215,11 +225,11 @@ class VarianceConv2d(VarianceLayer, nn.Conv2d):
 
 
 class VarianceConv3d(VarianceLayer, nn.Conv3d):
-    """A convolution, `[B, I, D, H, W] -> [B, O, D', H', W']`, with random weights drawn at each position."""
+    """A convolution, `[B, I, D, H, W] -> [B, O, D', H', W']`, with random weights drawn at each position (23, 24)."""
 
 
 class Absolute(nn.Module):
-    """`|x|`, for use after a zero-centred layer, where a ReLU would drop half of the outputs (appendix D)."""
+    """`|x|`, for use after a zero-centered layer, where a ReLU would drop half of the outputs (appendix D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.abs()

@@ -1,4 +1,4 @@
-"""The phase transition of variance networks: which weights must be drawn, and which can be fixed.
+"""The phase transition of variance networks: find the weights that must be drawn and those that can be fixed.
 
 Neklyudov et al., *Variance networks: when expectation does not meet your expectations*, 2018, sections 5 and 6.4. A
 random weight can be replaced by its expectation if the log-likelihood is close to linear in it over a standard
@@ -33,7 +33,7 @@ from multitudes.tasks import Criterion, task_of
 from multitudes.tasks.classes import check_clear
 
 THRESHOLD = 10**1.5
-"""The paper's, for the first dense layer of LeNet-5 on MNIST. kappa sums over examples, so it grows with N."""
+"""Threshold of the paper for the first dense layer of LeNet-5 on MNIST. kappa sums over examples: it grows with N."""
 
 
 # -- kappa -------------------------------------------------------------------------------------------------
@@ -51,19 +51,32 @@ def kappa(
     chunk: int = 32,
     seed: int | None = None,
 ) -> dict[str, Tensor]:
-    """Compute kappa (eq. 16) of each weight of the variance layers, summed over examples: name -> the weight's shape.
+    """Compute kappa of each weight of the variance layers (eq. 16): `sigma^2 d^2/dW^2 log p(y | x, W)`.
 
-    It is computed in evaluation mode with all other weights at their expectations, and stored in the layers for
-    `phase` and `sparsify`. `criterion` is minus the log-likelihood, its mean over the batch; by default cross
-    entropy. `method="exact"` takes one Hessian-vector product for each weight, or for each output unit of a linear
-    layer with one input vector per example. `"hutchinson"` estimates the second derivatives from `probes` random
-    vectors; use it for large convolutions. `chunk` products run in one batch, on `batch_size` examples.
+    It is summed over examples, in evaluation mode with all other weights at their expectations, and stored in the
+    layers for `phase` and `sparsify`.
 
-    >>> from multitudes.methods.variance import variance
-    >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
-    >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
-    >>> {name: values.shape for name, values in found.items()}
-    {'0': torch.Size([8, 3])}
+    Args:
+        net: A variance network of one member.
+        x: One batch of inputs.
+        y: Their targets.
+        criterion: Mean of minus the log-likelihood over a batch; by default cross entropy.
+        method: `"exact"` takes one Hessian-vector product per weight, or per output unit of a linear layer with one
+            input vector per example. `"hutchinson"` estimates the second derivatives; use it for large convolutions.
+        probes: Number of random vectors for `"hutchinson"`.
+        batch_size: Number of examples per run; by default all.
+        chunk: Number of products per run.
+        seed: Seed of the random vectors.
+
+    Returns:
+        kappa by layer name, each of the weight's shape.
+
+    Example:
+        >>> from multitudes.methods.variance import variance
+        >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
+        >>> kappas = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
+        >>> {name: values.shape for name, values in kappas.items()}
+        {'0': torch.Size([8, 3])}
     """
     layers = _layers_of(net)
     task = (net if isinstance(net, Multitude) else Multitude(net)).known_task
@@ -75,18 +88,18 @@ def kappa(
     for name, value in (("probes", probes), ("chunk", chunk), ("batch_size", batch_size)):
         check_count(name, value)
     network = replace(plain(net), {name: layer.expected() for name, layer in layers.items()}).eval()
-    found = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
+    kappas = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
     with seeded(seed), expecting(network), plain_attention(), torch.no_grad():
         if criterion is None and task is None and y.dim() > 1:
             check_clear(call(network, rows(x, torch.arange(1))).unsqueeze(0), y[:1])
         for index in torch.arange(count, device=y.device).split(batch_size):
             curvature = _Curvature(network, rows(x, index), y[index], criterion, chunk)
             for name, layer in layers.items():
-                second = curvature.exact(name) if method == "exact" else curvature.probed(name, probes)
-                found[name] += layer.variance() * second
+                second = curvature.exact(name) if method == "exact" else curvature.estimate(name, probes)
+                kappas[name] += layer.variance() * second
     for name, layer in layers.items():
-        layer.kappa = found[name]
-    return found
+        layer.kappa = kappas[name]
+    return kappas
 
 
 @dataclass
@@ -113,7 +126,7 @@ class _Curvature:
 
         return self._in_chunks(entries, weight.numel()).view_as(weight)
 
-    def probed(self, name: str, probes: int) -> Tensor:
+    def estimate(self, name: str, probes: int) -> Tensor:
         """Estimate the same by Hutchinson's method: the mean of z * Hz over vectors z of random signs."""
         weight = self._weight(name)
         product = _hessian(self._of_weight(name), weight)
@@ -186,7 +199,10 @@ class _Curvature:
 
 
 def _hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function vector -> Hessian times vector; reverse over reverse, as forward mode fails for mse_loss."""
+    """Return the function from a vector to its product with the Hessian.
+
+    It is reverse over reverse, since forward mode fails for `mse_loss`.
+    """
     pull = vjp(grad(function), at)[1]
     return lambda vector: pull(vector)[0]
 
@@ -202,11 +218,19 @@ class Phase(NamedTuple):
 
 
 def phase(net: nn.Module, threshold: float = THRESHOLD) -> dict[str, Phase]:
-    """Return the phase of each variance layer by its latest `kappa`. A zero-centred layer's log alpha is infinite."""
+    """Return the phase of each variance layer by its latest `kappa`.
+
+    Args:
+        net: A variance network whose `kappa` has been computed.
+        threshold: Above it, |kappa| counts as large.
+
+    Returns:
+        A `Phase` by layer name. The log alpha of a zero-centered layer is infinite.
+    """
     check_number("threshold", threshold, 0)
     return {
-        name: Phase(layer.log_alphas().mean().item(), (found.abs() > threshold).float().mean().item())
-        for name, (layer, found) in _with_kappa(net).items()
+        name: Phase(layer.log_alphas().mean().item(), (kappas.abs() > threshold).float().mean().item())
+        for name, (layer, kappas) in _with_kappa(net).items()
     }
 
 
@@ -223,26 +247,32 @@ class Sparse(NamedTuple):
 
 
 def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
-    """Return a copy of `net` in which weights with |kappa| below `threshold` are fixed instead of random.
+    """Fix the weights with |kappa| below a threshold; they stay fixed in further training.
 
-    They stay at `"zero"` or at their `"mean"`, also in further training. The compression rate counts the weights of
-    all variance layers.
+    Args:
+        net: A variance network whose `kappa` has been computed. It is not changed.
+        threshold: Weights with a smaller |kappa| are fixed.
+        to: `"zero"`, or `"mean"` to fix weights at their expectations.
 
-    >>> from multitudes.methods.variance import variance
-    >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
-    >>> found = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
-    >>> sparse, compression = sparsify(net, found["0"].abs().sort().values.flatten()[12].item())
+    Returns:
+        The network, and the ratio of all weights of variance layers to the random ones.
+
+    Example:
+        >>> from multitudes.methods.variance import variance
+        >>> net = variance(nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, 2)))
+        >>> kappas = kappa(net, torch.randn(16, 3), torch.randint(2, (16,)))
+        >>> sparse, compression = sparsify(net, kappas["0"].abs().sort().values.flatten()[12].item())
     """
     check_number("threshold", threshold, 0)
     check_choice("to", to, ("zero", "mean"))
     if not isinstance(net, Multitude):
-        raise ValueError(f"net must be a multitude, as variance(model) gives it, got {type(net).__name__}")
+        raise ValueError(f"net must be a multitude made by variance(model), got {type(net).__name__}")
     _with_kappa(net)
     sparse = copied(net)
     weights = left = 0
-    for name, (layer, found) in _with_kappa(sparse).items():
+    for name, (layer, kappas) in _with_kappa(sparse).items():
         mean = layer.mean()
-        fixed = layer.fix(found.abs() < threshold, mean if to == "mean" else torch.zeros_like(mean))
+        fixed = layer.fix(kappas.abs() < threshold, mean if to == "mean" else torch.zeros_like(mean))
         random = mean.numel() - int(fixed.sum())
         sparse.notes[name] = f"{random} of {mean.numel()} weights random"
         weights, left = weights + mean.numel(), left + random
@@ -251,17 +281,17 @@ def sparsify(net: Multitude, threshold: float, to: str = "zero") -> Sparse:
 
 def _layers_of(net: nn.Module) -> dict[str, VarianceLayer]:
     if isinstance(plain(net), Multitude):
-        raise ValueError(f"net is a multitude of members ({type(net).__name__}): take one of them, net.member(i)")
+        raise ValueError(f"net is a multitude of members ({type(net).__name__}): pass one of them, net.member(i)")
     layers = variance_layers(plain(net))
     if not layers:
-        raise ValueError(f"net ({type(net).__name__}) has no variance layer: make it with variance(model)")
+        raise ValueError(f"net ({type(net).__name__}) has no variance layer: convert it with variance(model)")
     return layers
 
 
 def _with_kappa(net: nn.Module) -> dict[str, tuple[VarianceLayer, Tensor]]:
-    found = {}
+    pairs = {}
     for name, layer in _layers_of(net).items():
         if layer.kappa is None:
             raise ValueError(f"layer {name!r} has no kappa yet: call kappa(net, x, y) first")
-        found[name] = layer, layer.kappa
-    return found
+        pairs[name] = layer, layer.kappa
+    return pairs

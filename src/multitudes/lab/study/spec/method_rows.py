@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multitudes.ensemble.multitude import Multitude
 from multitudes.lab.data.kinds import kind_of_shape
-from multitudes.methods.registry import Method, chosen, collect
+from multitudes.methods.registry import Method, collect, method_named
 
 METHODS = collect()
 """Methods by name, the single network first."""
@@ -17,7 +17,7 @@ METHODS = collect()
 
 def method_of(name: str) -> Method:
     """Return the method with this name; raise with a list of all names if there is none."""
-    return chosen(METHODS, name)
+    return method_named(name, METHODS)
 
 
 def build(

@@ -45,7 +45,7 @@ from multitudes.lab.study.spec.sections import (
     problem,
 )
 from multitudes.lab.study.spec.toml import Place, TomlText, at_scale, to_toml
-from multitudes.methods.catalog import listed
+from multitudes.methods.catalog import list_methods
 
 # isort: split
 from pydantic import Field, PrivateAttr, ValidationError  # after the sections, which report the extra to install
@@ -281,7 +281,7 @@ def _read_methods(raw: Any) -> tuple[Any, list[tuple[Place, str]]]:
     if not isinstance(raw, list | tuple | dict) or not raw:
         return {}, [(("methods",), f"methods must be a list of names, or tables [methods.NAME], got {raw!r}")]
     entries = list(raw.items()) if isinstance(raw, dict) else [(label, {}) for label in raw]
-    every = {each.name: each.settings for each in listed()}
+    every = {each.name: each.settings for each in list_methods()}
     methods: dict[str, dict[str, Any]] = {}
     problems: list[tuple[Place, str]] = []
     for index, (label, table) in enumerate(entries):
