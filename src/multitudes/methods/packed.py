@@ -113,7 +113,7 @@ def packed(
             given = start.require_distinct(networks(), ways_out)
         else:
             built = built_at(build, alpha / members, members, start.network, example)
-            given = start.require_distinct(build_network, "set no seed in it")
+            given = start.require_distinct(built, "set no seed in it")
         net = Members(given, members).like(start.given, task)
     net.notes = start.summary_notes(notes)
     how = f"gamma {gamma}" if build is None else f"build({alpha / members:g})"

@@ -195,7 +195,7 @@ def _check_plain(model: nn.Module) -> None:
         )
 
 
-def _downsamplings(run: Run) -> list[str]:
+def _downsamplings(run: LayerTrace) -> list[str]:
     names = downsamplings(run)
     if not names:
         raise ValueError(
@@ -206,7 +206,7 @@ def _downsamplings(run: Run) -> list[str]:
     return names
 
 
-def _selected(run: Run, layers: Selector) -> list[str]:
+def _selected(run: LayerTrace, layers: Selector) -> list[str]:
     kinds = tuple({type(module) for name, module in run.model.named_modules() if name})
     names = [name for name in select(run.model, layers, kinds) if name]
     for name in names:
@@ -291,7 +291,7 @@ def head(
     return swapped
 
 
-def _head(run: Run) -> tuple[Step, list[LayerCall]]:
+def _head(run: LayerTrace) -> tuple[LayerCall, list[LayerCall]]:
     """Return the last pooling layer and the linear layers after it."""
     poolings = [i for i, seen in enumerate(run.layers) if seen.downsamples or isinstance(seen.module, GLOBAL)]
     last = max((i for i in poolings if run.layers[i].pools), default=None)
@@ -317,7 +317,7 @@ def _head(run: Run) -> tuple[Step, list[LayerCall]]:
     return run.layers[last], linears
 
 
-def _classifier(kind: str, pooling: Step, linears: list[LayerCall], hidden: int, dropout: float) -> nn.Module:
+def _classifier(kind: str, pooling: LayerCall, linears: list[LayerCall], hidden: int, dropout: float) -> nn.Module:
     """Build one linear layer, or VGG's three."""
     old: list[Any] = [seen.module for seen in linears]
     channels, classes = pooling.input.shape[1], old[-1].out_features
