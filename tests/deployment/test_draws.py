@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.deployment.engines import Plain
+from multitudes.deployment.engines import TorchEngine
 from multitudes.deployment.fusion import count_convolutions, fuse_convolutions
-from multitudes.deployment.graph_draws import drawn, noise_of
-from multitudes.deployment.operation_graph import CannotTrace, check_waits, trace
+from multitudes.deployment.graph_draws import draw_function, noise_of
+from multitudes.deployment.operation_graph import CannotTrace, check_synchronization, trace
 from multitudes.deployment.preparation import prepared
 from tests.zoo import cases, drawing_cases
 
@@ -28,8 +28,8 @@ def deep_of_dropout() -> tuple[mt.Multitude, Tensor]:
     return mt.deep_ensemble(drawing_cases.build("mc_dropout", "cnn"), 3).eval(), cases.NETWORKS["cnn"].batch(5)[0]
 
 
-def filled(net: mt.Multitude, x: Tensor, draws: int, seed: int) -> tuple[Plain, list[Tensor]]:
-    plain = Plain(net, None, x)
+def filled(net: mt.Multitude, x: Tensor, draws: int, seed: int) -> tuple[TorchEngine, list[Tensor]]:
+    plain = TorchEngine(net, None, x)
     noise = noise_of(plain, x, draws)
     noise.seed(seed)
     noise.fill()
@@ -43,12 +43,12 @@ def test_given_the_numbers_of_a_seed_draws_are_those_of_the_network(method: str,
     with torch.no_grad():
         quick, _ = prepared(net, x, {"draws": 2, "seed": 0})
         plain, numbers = filled(quick, x, draws=4, seed=7)
-        call = drawn(plain, x)
+        call = draw_function(plain, x)
         want = net(x, draws=4, seed=7)
         torch.testing.assert_close(call(x, *numbers), want, rtol=1e-4, atol=1e-5)
         graph = trace(call, [x, *numbers])
         fuse_convolutions(graph)
-        check_waits(graph, [x, *numbers])
+        check_synchronization(graph, [x, *numbers])
         torch.testing.assert_close(graph(x, *numbers), want, rtol=1e-4, atol=1e-5)
         _, others = filled(quick, x, draws=4, seed=8)
         torch.testing.assert_close(graph(x, *others), net(x, draws=4, seed=8), rtol=1e-4, atol=1e-5)
@@ -58,21 +58,21 @@ def test_given_the_numbers_of_a_seed_draws_are_those_of_the_network(method: str,
 def test_members_that_draw_have_numbers_of_their_own() -> None:
     net, x = deep_of_dropout()
     plain, numbers = filled(net, x, draws=4, seed=1)
-    torch.testing.assert_close(drawn(plain, x)(x, *numbers), net(x, draws=4, seed=1))
+    torch.testing.assert_close(draw_function(plain, x)(x, *numbers), net(x, draws=4, seed=1))
 
 
 @torch.no_grad()
 def test_without_a_seed_numbers_follow_torchs_random_state() -> None:
     net = drawing_cases.build("mc_dropout", "mlp").eval()
     x = cases.NETWORKS["mlp"].batch(5)[0]
-    plain = Plain(net, None, x)
+    plain = TorchEngine(net, None, x)
     noise = noise_of(plain, x, 3)
     torch.manual_seed(5)
     noise.seed(None)
     noise.fill()
     assert not torch.equal(noise.numbers[0][0], noise.numbers[0][1])
     torch.manual_seed(5)
-    torch.testing.assert_close(drawn(plain, x)(x, *noise.numbers), net(x, draws=3))
+    torch.testing.assert_close(draw_function(plain, x)(x, *noise.numbers), net(x, draws=3))
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def test_convolutions_after_the_first_draw_are_fused_as_well() -> None:
 
     net, x = mt.mc_dropout(Block()).eval(), torch.randn(4, 3, 8, 8)
     plain, numbers = filled(net, x, draws=3, seed=0)
-    graph = trace(drawn(plain, x), [x, *numbers])
+    graph = trace(draw_function(plain, x), [x, *numbers])
     assert fuse_convolutions(graph) == count_convolutions(graph) == 3
     torch.testing.assert_close(graph(x, *numbers), net(x, draws=3, seed=0), rtol=1e-4, atol=1e-5)
 
@@ -99,12 +99,12 @@ def test_draws_with_nothing_in_common_are_refused(method: str) -> None:
     net = drawing_cases.build(method, "mlp").eval()
     x = cases.NETWORKS["mlp"].batch(5)[0]
     with pytest.raises(CannotTrace, match="nothing in common"):
-        noise_of(Plain(net, None, x), x, 3)
+        noise_of(TorchEngine(net, None, x), x, 3)
 
 
 def test_what_waits_for_values_is_found() -> None:
     """On the meta device, since a CPU has nobody to wait for."""
     with pytest.raises(CannotTrace, match="copies between devices"):
-        check_waits(lambda x: x + torch.zeros(3).to("meta"), [torch.ones(3, device="meta")])
-    check_waits(lambda x: x[x > 0].sum(), [torch.ones(3)])
-    check_waits(lambda x: x[torch.zeros(2, dtype=torch.int64, device="meta")], [torch.ones(3, device="meta")])
+        check_synchronization(lambda x: x + torch.zeros(3).to("meta"), [torch.ones(3, device="meta")])
+    check_synchronization(lambda x: x[x > 0].sum(), [torch.ones(3)])
+    check_synchronization(lambda x: x[torch.zeros(2, dtype=torch.int64, device="meta")], [torch.ones(3, device="meta")])

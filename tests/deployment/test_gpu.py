@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.deployment import cuda_graphs as graphs
-from multitudes.deployment.cuda_capture import recording
+from multitudes.deployment.cuda_capture import capturing
 from multitudes.deployment.deploy import deploy
 from tests.deployment.test_deploy import Branching, OfAnySize, trained_mlp
 from tests.zoo import cases, drawing_cases
@@ -106,17 +106,17 @@ def test_a_capture_that_fails_leaves_random_numbers_memory_and_stream_as_they_we
         torch.cuda.manual_seed(0)
         with (
             pytest.raises(RuntimeError),
-            recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()),
+            capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()),
         ):
             torch.ones(3, device="cuda").sum().item()
         assert torch.cuda.current_stream() == stream
         assert torch.equal(torch.randn(4, device="cuda"), want)
-        with pytest.raises(ZeroDivisionError), recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
+        with pytest.raises(ZeroDivisionError), capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             raise ZeroDivisionError
         assert torch.cuda.current_stream() == stream
         torch.randn(4, device="cuda")
     graph, x = torch.cuda.CUDAGraph(), torch.ones(3, device="cuda")
-    with recording(graph, torch.cuda.graph_pool_handle()):
+    with capturing(graph, torch.cuda.graph_pool_handle()):
         y = 2 * x
     x.fill_(4)
     graph.replay()

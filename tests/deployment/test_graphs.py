@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.deployment import cuda_graphs as graphs
-from multitudes.deployment.cuda_capture import Recipe
-from multitudes.deployment.engines import Plain, Reference
+from multitudes.deployment.cuda_capture import CapturePlan
+from multitudes.deployment.engines import Reference, TorchEngine
 from multitudes.deployment.operation_graph import CannotTrace
 from tests.zoo import drawing_cases
 
@@ -23,9 +23,9 @@ class StandIn:
 
     nbytes = 0
 
-    def __init__(self, plain: Plain, x: Tensor, draws: int) -> None:
+    def __init__(self, plain: TorchEngine, x: Tensor, draws: int) -> None:
         self.plain, self.rows, self.draws = plain, len(x), draws
-        self.recipe = Recipe(plain, "", (), [])
+        self.plan = CapturePlan(plain, "", (), [])
 
     def __call__(self, x: Tensor, rows: int, seed: int | None = None) -> Tensor:
         assert rows == len(x) <= self.rows
@@ -50,7 +50,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often a graph of so many rows and draws was made."""
     made: Counter[tuple[int, int]] = Counter()
 
-    def capture(plain: Plain, x: Tensor, batched: Any, pool: Any, like: Any, draws: int) -> StandIn:
+    def capture(plain: TorchEngine, x: Tensor, batched: Any, pool: Any, like: Any, draws: int) -> StandIn:
         made[len(x), draws] += 1
         if len(x) == 13:
             raise CannotTrace("it is a baker's dozen")
@@ -65,26 +65,26 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return made
 
 
-def engine(apart: bool, sizes: tuple[int, ...] = ()) -> tuple[graphs.Graphs, nn.Module]:
+def engine(may_pad: bool, sizes: tuple[int, ...] = ()) -> tuple[graphs.CudaGraphEngine, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     x = torch.randn(4, 4)
-    plain = Plain(mt.Multitude(model), None, x)
-    return graphs.Graphs(plain, plain, Reference(plain.net, plain, {}), x, sizes, apart), model
+    plain = TorchEngine(mt.Multitude(model), None, x)
+    return graphs.CudaGraphEngine(plain, plain, Reference(plain.net, plain, {}), x, sizes, may_pad), model
 
 
-def ask(quick: graphs.Graphs, model: nn.Module, rows: int, times: int = 1) -> None:
+def ask(quick: graphs.CudaGraphEngine, model: nn.Module, rows: int, times: int = 1) -> None:
     for _ in range(times):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(quick(x)[0], model(x).detach())
 
 
-def kept(quick: graphs.Graphs) -> set[int]:
+def kept(quick: graphs.CudaGraphEngine) -> set[int]:
     return {graph.rows for graph in quick.graphs.values() if graph is not None}
 
 
 def test_sizes_that_take_turns_do_not_drive_each_other_out(captured: Counter[tuple[int, int]]) -> None:
-    quick, model = engine(apart=False)
+    quick, model = engine(may_pad=False)
     for _ in range(30):
         for rows in (4, 5, 6, 7, 8, 9):
             ask(quick, model, rows)
@@ -92,7 +92,7 @@ def test_sizes_that_take_turns_do_not_drive_each_other_out(captured: Counter[tup
 
 
 def test_what_comes_often_takes_the_place_of_what_is_rare(captured: Counter[tuple[int, int]]) -> None:
-    quick, model = engine(apart=False)
+    quick, model = engine(may_pad=False)
     ask(quick, model, 5, 6)
     ask(quick, model, 6, 6)
     assert kept(quick) == {4, 5, 6}
@@ -106,21 +106,21 @@ def test_what_comes_often_takes_the_place_of_what_is_rare(captured: Counter[tupl
 
 
 def test_batches_are_padded_to_powers_of_two_or_sizes_that_were_asked_for(captured: Counter[tuple[int, int]]) -> None:
-    quick, model = engine(apart=True, sizes=(24,))
+    quick, model = engine(may_pad=True, sizes=(24,))
     for rows in (1, 3, 4, 17, 20, 24, 900):
         ask(quick, model, rows, 2)
     assert set(captured) <= {(4, 0), (24, 0), (1, 0), (512, 0)}
 
 
 def test_what_cannot_be_captured_is_tried_once_and_answered_by_the_network(captured: Counter[tuple[int, int]]) -> None:
-    quick, model = engine(apart=False)
+    quick, model = engine(may_pad=False)
     ask(quick, model, 13, 5)
     assert captured[13, 0] == 1 and quick.reasons() == ["it is a baker's dozen"]
 
 
 def test_many_shapes_are_forgotten_again(captured: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_SHAPES", 10)
-    quick, model = engine(apart=False)
+    quick, model = engine(may_pad=False)
     for rows in range(1, 60):
         ask(quick, model, rows)
     ask(quick, model, 13, 2)
@@ -131,8 +131,8 @@ def test_draws_have_graphs_of_their_own_number_and_seed(captured: Counter[tuple[
     net = drawing_cases.build("mc_dropout", "mlp").eval()
     net.draws = 3
     x = torch.randn(5, 6)
-    plain = Plain(net, None, x)
-    quick = graphs.Graphs(plain, plain, Reference(net, plain, {"draws": 2, "seed": 0}), x, (), False)
+    plain = TorchEngine(net, None, x)
+    quick = graphs.CudaGraphEngine(plain, plain, Reference(net, plain, {"draws": 2, "seed": 0}), x, (), False)
     for options in (
         {"seed": 1},
         {"seed": 1, "draws": 4},

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.deployment.engines import signature, unusual
+from multitudes.deployment.engines import has_special_values, signature
 from multitudes.networks.calls import call
 from tests.deployment.test_deploy import fixed_race  # noqa: F401
 
@@ -152,8 +152,8 @@ def test_what_inputs_have_in_common() -> None:
     assert signature((X, 1)) != signature((X, 1.0)) and signature((X, True)) != signature((X, 1))
     assert signature(Pair(X, X)) is None and signature({"x": X, "f": print}) is None
     assert signature({"x": X, "y": X[:1]}) != signature({"y": X[:1], "x": X})
-    assert not unusual(X) and not unusual(torch.tensor([[1, 0], [0, 1]]))
-    assert unusual(torch.tensor([[1, 0], [0, 0]])) and unusual(torch.tensor([3, -1]))
+    assert not has_special_values(X) and not has_special_values(torch.tensor([[1, 0], [0, 1]]))
+    assert has_special_values(torch.tensor([[1, 0], [0, 0]])) and has_special_values(torch.tensor([3, -1]))
 
 
 def test_predictions_that_a_precision_spoils_are_an_error() -> None:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.deployment.engines import Plain
-from multitudes.deployment.onnx_engine import OnnxRuntime
+from multitudes.deployment.engines import TorchEngine
+from multitudes.deployment.onnx_engine import OnnxEngine
 from multitudes.files.onnx import to_onnx
-from multitudes.files.onnx_decompositions import REWRITTEN
+from multitudes.files.onnx_decompositions import DECOMPOSITIONS
 from tests.files.onnx_functions import RIGHT
 from tests.zoo.of_parts import Of
 
@@ -78,13 +78,13 @@ ARGUMENTS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def test_every_function_that_is_rewritten_is_compared_with_torchs() -> None:
-    assert ARGUMENTS.keys() | set(REFUSED) == REWRITTEN.keys()
+    assert ARGUMENTS.keys() | set(REFUSED) == DECOMPOSITIONS.keys()
 
 
 @pytest.mark.parametrize("operator", ARGUMENTS, ids=str)
 def test_a_rewritten_function_is_torchs(operator: Any) -> None:
     for args, kwargs in ARGUMENTS[operator]:
-        want, got = operator(*args, **kwargs), REWRITTEN[operator](*args, **kwargs)
+        want, got = operator(*args, **kwargs), DECOMPOSITIONS[operator](*args, **kwargs)
         values = isinstance(want, Tensor) or "std_mean" in str(operator)
         pairs = zip(want, got, strict=True) if isinstance(want, tuple) else [(want, got)]
         for one, other in pairs if values else list(pairs)[:1]:  # which of equal numbers is found is left open
@@ -131,7 +131,7 @@ def test_bounds_of_one_tensor_are_not_confused(tmp_path: Path) -> None:
 def test_shapes_that_the_exporter_infers_are_named_too() -> None:
     net = mt.deep_ensemble(nn.Sequential(nn.Linear(6, 8), nn.LogSigmoid(), nn.Linear(8, 3)), 2).eval()
     with torch.no_grad():
-        torch.testing.assert_close(OnnxRuntime(net, X, Plain(net, None, X))(special(9)), net(special(9)))
+        torch.testing.assert_close(OnnxEngine(net, X, TorchEngine(net, None, X))(special(9)), net(special(9)))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     # On a CPU reading late saves nothing, but a fused optimizer can skip a step there as well.
-    monkeypatch.setattr(losses, "can_hold_back", lambda optimizer: optimizer.defaults["fused"])
+    monkeypatch.setattr(losses, "can_skip_steps", lambda optimizer: optimizer.defaults["fused"])
     return request.param
 
 
@@ -82,7 +82,7 @@ def test_a_callback_gets_the_loss_of_its_own_step(device):
 
 def test_only_a_fused_optimizer_on_a_gpu_is_late():
     for fused in (True, False):
-        assert not losses.can_hold_back(torch.optim.Adam(nn.Linear(2, 2).parameters(), fused=fused))
+        assert not losses.can_skip_steps(torch.optim.Adam(nn.Linear(2, 2).parameters(), fused=fused))
     if torch.cuda.is_available():
-        assert losses.can_hold_back(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters(), fused=True))
-        assert not losses.can_hold_back(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters()))
+        assert losses.can_skip_steps(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters(), fused=True))
+        assert not losses.can_skip_steps(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters()))

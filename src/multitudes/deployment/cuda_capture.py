@@ -17,27 +17,34 @@ import torch
 from torch import Tensor, fx
 
 from multitudes.base.checks import plural
-from multitudes.deployment.engines import Plain
-from multitudes.deployment.fusion import Way, choose, convolution, count_convolutions, fuse_convolutions, take
-from multitudes.deployment.graph_draws import Noise, drawn, noise_of
-from multitudes.deployment.operation_graph import CannotTrace, check_waits, trace
+from multitudes.deployment.engines import TorchEngine
+from multitudes.deployment.fusion import (
+    Way,
+    apply_ways,
+    convolution,
+    count_convolutions,
+    fastest_ways,
+    fuse_convolutions,
+)
+from multitudes.deployment.graph_draws import Noise, draw_function, noise_of
+from multitudes.deployment.operation_graph import CannotTrace, check_synchronization, trace
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.packing.pointwise import plain_convolutions
 from multitudes.networks.calls import Input, mapped, tensors_in
 from multitudes.networks.settings import holding
 
-Told = list[tuple[str, str]]
+SummaryRows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CapturePlan:
     """A function to capture: how its members and convolutions run, and rows for the summary."""
 
     function: Callable[..., Tensor]  # holds the weights that a graph reads
     runner: str
     ways: Sequence[Way]
-    told: Told
+    summary_rows: SummaryRows
 
 
 class Captured:
@@ -46,23 +53,23 @@ class Captured:
     `noise` holds the random numbers of its draws, which are generated inside the graph.
     """
 
-    def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
-        self.recipe, self.batched, self.noise = recipe, batched, noise
+    def __init__(self, plan: CapturePlan, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
+        self.plan, self.batched, self.noise = plan, batched, noise
         self.inputs = [tensor.clone() for tensor in tensors_in(x)]
         self.rows = len(self.inputs[0])
         before = torch.cuda.memory_reserved()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), _tuned():
-            _warmed(self._run)
-            with recording(self.graph, pool, () if noise is None else noise.generators.values()):
+        with torch.no_grad(), _cudnn_benchmark():
+            _warm_up(self._run)
+            with capturing(self.graph, pool, () if noise is None else noise.generators.values()):
                 self.output = self._run()
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def _run(self) -> Tensor:
         if self.noise is None:
-            return self.recipe.function(*self.inputs)
+            return self.plan.function(*self.inputs)
         self.noise.fill()
-        return self.recipe.function(*self.inputs, *self.noise.numbers)
+        return self.plan.function(*self.inputs, *self.noise.numbers)
 
     def size(self) -> str:
         return str(self.rows) if self.noise is None else f"{self.rows} (x {plural(self.noise.draws, 'draw')})"
@@ -79,7 +86,7 @@ class Captured:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Record kernels, and numbers of these generators, into a graph inside the context, instead of running them.
 
     On failure, torch's random state, allocator and current stream are restored.
@@ -116,7 +123,7 @@ def _recover(pool: Any) -> None:
 
 
 @contextmanager
-def _tuned() -> Iterator[None]:
+def _cudnn_benchmark() -> Iterator[None]:
     """Let cuDNN benchmark its algorithms inside the context."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     try:
@@ -125,7 +132,7 @@ def _tuned() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def _warmed(function: Callable[[], Any]) -> None:
+def _warm_up(function: Callable[[], Any]) -> None:
     """Call a function a few times on a separate stream, as required before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -139,17 +146,17 @@ def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
     """Time the kernels of a call, excluding launch time; infinite if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
-        with _tuned():
-            _warmed(function)
-            with recording(graph, torch.cuda.graph_pool_handle()):
+        with _cudnn_benchmark():
+            _warm_up(function)
+            with capturing(graph, torch.cuda.graph_pool_handle()):
                 for _ in range(calls):
                     function()
     except RuntimeError:
         return math.inf
-    return _replayed(graph) / calls
+    return _replay_time(graph) / calls
 
 
-def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
+def _replay_time(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
     times = []
     for _ in range(repeats + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -165,11 +172,11 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
 
 
 def capture(
-    plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None, draws: int = 0
+    plain: TorchEngine, x: Input, batched: Sequence[bool], pool: Any, like: CapturePlan | None, draws: int = 0
 ) -> Captured:
     """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
-    With the recipe of a graph for another size, the slow timing and compiling is skipped.
+    With the plan of a graph for another size, the slow timing and compiling is skipped.
     """
     best: Captured | None = None
     reason = ""
@@ -177,9 +184,9 @@ def capture(
     for runner in runners:
         try:
             noise = noise_of(plain, x, draws) if draws else None
-            call = _called(plain, x, runner) if noise is None else drawn(plain, x)
+            call = _forward_function(plain, x, runner) if noise is None else draw_function(plain, x)
             tensors = [*tensors_in(x), *(() if noise is None else noise.numbers)]
-            make = _whole if noise is None and not _convolves(plain.net) else _fused
+            make = _plan_unfused if noise is None and not _convolves(plain.net) else _plan_fused
             found = Captured(make(call, tensors, runner, like), x, batched, pool, noise)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
@@ -188,7 +195,7 @@ def capture(
         except (RuntimeError, ValueError) as error:  # includes CannotTrace
             reason = reason or str(error).strip().splitlines()[0]
             continue
-        if best is None or _replayed(found.graph) < _replayed(best.graph):
+        if best is None or _replay_time(found.graph) < _replay_time(best.graph):
             best = found
     if best is None:
         raise CannotTrace(reason)
@@ -210,7 +217,7 @@ def _convolves(net: Multitude) -> bool:
     return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
 
 
-def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
+def _forward_function(plain: TorchEngine, x: Input, runner: str) -> Callable[..., Tensor]:
     """Wrap a network as a function of the tensors in `x`."""
 
     def call(*tensors: Tensor) -> Tensor:
@@ -222,16 +229,18 @@ def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
     return call
 
 
-def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
-    """Return a recipe for a network without fusion, compiled if possible."""
+def _plan_unfused(
+    call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: CapturePlan | None
+) -> CapturePlan:
+    """Return a plan for a network without fusion, compiled if possible."""
     with torch.no_grad():
         call(*tensors)  # fill caches before the capture
         try:
-            check_waits(call, tensors)
+            check_synchronization(call, tensors)
         except CannotTrace:  # the value may be a constant
-            return _fused(call, tensors, runner, like)
+            return _plan_fused(call, tensors, runner, like)
         if like is not None:
-            return Recipe(call, runner, (), [("kernels", "torch's own")])
+            return CapturePlan(call, runner, (), [("kernels", "torch's own")])
         try:
             with torch._dynamo.config.patch(recompile_limit=256):
                 quick = torch.compile(call, dynamic=False)
@@ -240,29 +249,31 @@ def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like
             raise
         except Exception as error:  # compilers raise anything
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            return Recipe(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
-    return Recipe(quick, runner, (), [("kernels", "compiled")])
+            return CapturePlan(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
+    return CapturePlan(quick, runner, (), [("kernels", "compiled")])
 
 
-def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
-    """Trace a network and fuse its convolutions, each in its fastest way or in that of another recipe."""
+def _plan_fused(
+    call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: CapturePlan | None
+) -> CapturePlan:
+    """Trace a network and fuse its convolutions, each in its fastest way or in that of another plan."""
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
         fused = fuse_convolutions(graph)
-        check_waits(graph, tensors)
+        check_synchronization(graph, tensors)
         if like is not None and len(like.ways) == count_convolutions(graph):
-            take(graph, like.ways)
-            return Recipe(graph, runner, like.ways, like.told)
-        ways = choose(graph, tensors, milliseconds)
-        take(graph, ways)
-        told = _ways_told(ways, fused)
+            apply_ways(graph, like.ways)
+            return CapturePlan(graph, runner, like.ways, like.summary_rows)
+        ways = fastest_ways(graph, tensors, milliseconds)
+        apply_ways(graph, ways)
+        rows = _describe_ways(ways, fused)
         if _left_over(graph) > WORTH_COMPILING:
             with suppress(Exception):  # compilers raise anything; the graph is correct without
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
-                return Recipe(quick, runner, ways, [*told, ("the rest" if ways else "kernels", "compiled")])
-    return Recipe(graph, runner, ways, told)
+                return CapturePlan(quick, runner, ways, [*rows, ("the rest" if ways else "kernels", "compiled")])
+    return CapturePlan(graph, runner, ways, rows)
 
 
 WORTH_COMPILING = 0.1
@@ -282,11 +293,11 @@ def _left_over(graph: fx.GraphModule) -> float:
     return written / max(1, by_convolutions)
 
 
-def _ways_told(ways: Sequence[Way], fused: int) -> Told:
+def _describe_ways(ways: Sequence[Way], fused: int) -> SummaryRows:
     if not ways:
         return []
     one_call = sum(way.fused for way in ways)
-    told = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
+    rows = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
     counts = Counter(way.groups for way in ways)
     groups = ", ".join(f"{counts[each]} of {plural(each, 'group')}" for each in sorted(counts))
-    return [*told, ("", groups)] if max(counts, default=1) > 1 else told
+    return [*rows, ("", groups)] if max(counts, default=1) > 1 else rows

@@ -14,37 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.deployment.cuda_capture import Captured, Recipe, capture
-from multitudes.deployment.engines import MOST_SHAPES, Engine, Plain, Reference, rows_of, signature
+from multitudes.deployment.cuda_capture import Captured, CapturePlan, capture
+from multitudes.deployment.engines import MAX_SHAPES, Engine, Reference, TorchEngine, rows_of, signature
 from multitudes.deployment.operation_graph import CannotTrace
 from multitudes.networks.calls import Input, mapped, tensors_in
 
-MOST_GRAPHS = 16
+MAX_GRAPHS = 16
 """Maximum number of graphs; each holds the activations of one batch. Beyond that, the least used graph is replaced
 by a size that occurred more than twice as often, since capturing takes much longer than a call."""
 
-MOST_ROWS = 512
+MAX_ROWS = 512
 """Maximum rows of a graph, unless larger sizes are requested; longer batches are split."""
 
 
-class Graphs:
+class CudaGraphEngine:
     """A multitude on a GPU, with one CUDA graph per batch size.
 
     `folded` is captured. `otherwise` runs anything without a graph, such as shapes other than the example's until they
-    occur twice. With `apart`, batches may be padded.
+    occur twice. With `may_pad`, batches may be padded.
     """
 
     def __init__(
-        self, folded: Plain, otherwise: Engine, reference: Reference, example: Input, sizes: Iterable[int], apart: bool
-    ) -> None:
-        self.folded, self.otherwise, self.reference, self.apart = folded, otherwise, reference, apart
+        self, folded: TorchEngine, otherwise: Engine, reference: Reference, example: Input, sizes: Iterable[int],
+        may_pad: bool,
+    ) -> None:  # fmt: skip
+        self.folded, self.otherwise, self.reference, self.may_pad = folded, otherwise, reference, may_pad
         self.batched = [tensor.shape[:1] == tensors_in(example)[0].shape[:1] for tensor in tensors_in(example)]
         self.sizes = sorted({len(tensors_in(example)[0]), *sizes})
         self.graphs: dict[Any, Captured | None] = {}  # None has a reason in `refused`
         self.refused: dict[Any, str] = {}
         self.agreed: dict[Any, bool] = {}  # per graph and number of rows
         self.seen: dict[Any, int] = {}
-        self.recipe: Recipe | None = None
+        self.plan: CapturePlan | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
         with torch.cuda.device(folded.device):
@@ -59,8 +60,8 @@ class Graphs:
         return found
 
     def _answer(self, x: Input, **options: Any) -> Tensor:
-        rows, most, draws = rows_of(x), max(MOST_ROWS, *self.sizes), self._draws(options)
-        if not rows or draws is None or not self._fits(x, rows) or (rows > most and not self.apart):
+        rows, most, draws = rows_of(x), max(MAX_ROWS, *self.sizes), self._draws(options)
+        if not rows or draws is None or not self._fits(x, rows) or (rows > most and not self.may_pad):
             return self.otherwise(x, **options)
         if rows > most:
             parts = [self._answer(self._part(x, start, min(start + most, rows))) for start in range(0, rows, most)]
@@ -77,15 +78,15 @@ class Graphs:
         plain = type(draws) is int and (seed is None or type(seed) is int) and options.get("memory") is None
         return draws if plain and draws > 0 else None
 
-    def told(self) -> list[tuple[str, str]]:
+    def summary_rows(self) -> list[tuple[str, str]]:
         made = {key: graph for key, graph in self.graphs.items() if graph is not None}
         if not made:
             return [("CUDA graphs", "none: " + next(iter(self.reasons()), "nothing has come twice"))]
         first = next(iter(made.values()))
         held = sum(graph.nbytes for graph in made.values()) / 2**20
         sizes = ", ".join(graph.size() for graph in made.values())
-        bounded = f"at most {MOST_GRAPHS} are kept, of {max(MOST_ROWS, *self.sizes)} rows or fewer"
-        return [*first.recipe.told, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
+        bounded = f"at most {MAX_GRAPHS} are kept, of {max(MAX_ROWS, *self.sizes)} rows or fewer"
+        return [*first.plan.summary_rows, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
 
     def reasons(self) -> list[str]:
         """Return the reasons why inputs have no graph."""
@@ -105,7 +106,7 @@ class Graphs:
 
     def _size(self, rows: int) -> int:
         """Return the rows of the graph for a batch: a requested size, or a power of two."""
-        if not self.apart:
+        if not self.may_pad:
             return rows
         power = 1 << (rows - 1).bit_length()
         return next((size for size in self.sizes if rows <= size <= power), power)
@@ -119,13 +120,13 @@ class Graphs:
         """Return the graph for a batch; None if there is none yet, or if it is wrong for this number of rows."""
         size = self._size(rows)
         key = self._key(x, size, draws)
-        if len(self.seen) > MOST_SHAPES:
+        if len(self.seen) > MAX_SHAPES:
             self._forget()
         self.seen[key] = self.seen.get(key, 0) + 1
         if key not in self.graphs:
             if not self._is_worth_it(key):
                 return None
-            self._prepare(x, size, draws, self.recipe)
+            self._prepare(x, size, draws, self.plan)
         graph = self.graphs[key]
         if graph is not None and (key, rows) not in self.agreed:
             self.agreed[key, rows] = self._is_right(graph, x, draws)
@@ -135,7 +136,7 @@ class Graphs:
         """Return whether an input is frequent enough for a graph."""
         made = self._made()
         rarest = min((self.seen.get(other, 0) for other in made), default=0)
-        return self.seen[key] >= 2 and (len(made) < MOST_GRAPHS or self.seen[key] > 2 * rarest)
+        return self.seen[key] >= 2 and (len(made) < MAX_GRAPHS or self.seen[key] > 2 * rarest)
 
     def _made(self) -> list[Any]:
         return [key for key, graph in self.graphs.items() if graph is not None]
@@ -148,29 +149,29 @@ class Graphs:
         self.agreed = {known: right for known, right in self.agreed.items() if known[0] in made}
         self.refused = {}
 
-    def _prepare(self, x: Input, size: int, draws: int, like: Recipe | None) -> None:
+    def _prepare(self, x: Input, size: int, draws: int, like: CapturePlan | None) -> None:
         """Capture a graph with this many rows and draws for inputs like `x`, or note why that is impossible.
 
-        With a recipe, timing is skipped, since a caller is waiting.
+        With a plan, timing is skipped, since a caller is waiting.
         """
         key = self._key(x, size, draws)
         self.graphs[key] = None
-        padded = self._of_rows(self.folded.prepared(x), size)
+        padded = self._of_rows(self.folded.cast(x), size)
         try:
             self.graphs[key] = found = capture(self.folded, padded, self.batched, self.pool, like, draws)
         except CannotTrace as refusal:
             self.refused[key] = str(refusal)
             return
-        self.recipe = found.recipe if like is None else self.recipe
+        self.plan = found.plan if like is None else self.plan
         rarest = sorted((other for other in self._made() if other != key), key=lambda other: self.seen.get(other, 0))
-        for other in rarest[: max(0, len(rarest) + 1 - MOST_GRAPHS)]:
+        for other in rarest[: max(0, len(rarest) + 1 - MAX_GRAPHS)]:
             del self.graphs[other]
             self.agreed = {known: right for known, right in self.agreed.items() if known[0] != other}
 
     def _is_right(self, graph: Captured, x: Input, draws: int) -> bool:
         """Compare a graph with the network on the first input with this many rows; warn if they differ."""
         options = {"draws": draws} if draws else {}
-        off, _, bound = self.reference.off(lambda x, seed=None, **_: graph(x, rows_of(x), seed), x, **options)
+        off, _, bound = self.reference.compare(lambda x, seed=None, **_: graph(x, rows_of(x), seed), x, **options)
         if off > bound:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(x))
             why = f"a graph's predictions differ from the network's by {off:.1e}"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from multitudes.base.checks import check_choice, check_count, plural
-from multitudes.deployment.cuda_graphs import Graphs
+from multitudes.deployment.cuda_graphs import CudaGraphEngine
 from multitudes.deployment.deployed_network import Deployed
-from multitudes.deployment.engines import Engine, Plain, Proven, Reference
+from multitudes.deployment.engines import Engine, Reference, TorchEngine, VerifiedEngine
 from multitudes.deployment.int8_check import check_quality
-from multitudes.deployment.onnx_engine import OnnxRuntime
-from multitudes.deployment.preparation import check_repeats, prepared
+from multitudes.deployment.onnx_engine import OnnxEngine
+from multitudes.deployment.preparation import check_repeatable, prepare_network
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.predictor import multitude_of
 from multitudes.evaluation.calibrate import Calibrated
@@ -29,10 +29,10 @@ from multitudes.networks.devices import device_in
 from multitudes.networks.stochastic import stochastic_layers
 from multitudes.networks.verification import rows_interact
 
-LONG_ENOUGH = 0.02
+TIMED_SECONDS = 0.02
 """Seconds over which calls are timed."""
 
-CLEARLY = 0.95
+FASTER = 0.95
 """Maximum share of the time for a faster engine; a smaller gain may be chance."""
 
 INT8 = 0.5
@@ -73,7 +73,7 @@ def deploy(
     calibration = net.calibration if isinstance(net, Calibrated) else None
     multitude = multitude_of(net.net if isinstance(net, Calibrated) else net)
     device = device_in(multitude)
-    before = _held(device)
+    before = _allocated_bytes(device)
     dtype = _dtype(precision, multitude, device)
     if not isinstance(batch_sizes, Iterable) or isinstance(batch_sizes, str):
         raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
@@ -86,37 +86,44 @@ def deploy(
     own = was if by_formula is None else by_formula.eval()
     options = {"draws": 2, "seed": 0} if stochastic_layers(own.network) else {}
     with torch.no_grad():
-        check_repeats(own, example, options)
+        check_repeatable(own, example, options)
     int8 = dtype == torch.int8
-    plain = Plain(own, None if int8 else dtype, example, None if own is was else was)
+    plain = TorchEngine(own, None if int8 else dtype, example, None if own is was else was)
     reference = Reference(own, plain, options, INT8 if int8 else None)
-    quick, rows = prepared(own, example, options)
+    quick, rows = prepare_network(own, example, options)
     if device.type == "cuda":
-        folded = Plain(quick, dtype, example)
-        otherwise = Proven(folded, plain, reference) if options else plain
-        apart = not options and not rows_interact(own.network, own._predictions, example)
-        engine: Engine = Graphs(folded, otherwise, reference, example, sizes, apart)
+        folded = TorchEngine(quick, dtype, example)
+        otherwise = VerifiedEngine(folded, plain, reference) if options else plain
+        may_pad = not options and not rows_interact(own.network, own._predictions, example)
+        engine: Engine = CudaGraphEngine(folded, otherwise, reference, example, sizes, may_pad)
     else:
-        engine = _by_libraries(quick, plain, reference, example, int8)
-    if isinstance(engine, Proven) and engine.quick is plain:
+        engine = _fastest_on_cpu(quick, plain, reference, example, int8)
+    if isinstance(engine, VerifiedEngine) and engine.quick is plain:
         rows = []  # nothing that was done is used
-    deployed = Deployed(engine, own, calibration, str(dtype or _own(own)).removeprefix("torch."), rows)
+    deployed = Deployed(engine, own, calibration, str(dtype or _weight_dtype(own)).removeprefix("torch."), rows)
     if int8:
         rows += check_quality(
             deployed.predict(example), (net if isinstance(net, Calibrated) else multitude).predict(example), targets
         )
     else:
-        draws = {"draws": own.draws} if isinstance(engine, Graphs) and options else {}  # as many as its graphs have
-        rows += _proven(*reference.off(deployed, example, **draws))
-    rows += _times(was, deployed, example, {"seed": 0} if options else {})
+        draws = (
+            {"draws": own.draws} if isinstance(engine, CudaGraphEngine) and options else {}
+        )  # as many as its graphs have
+        rows += _error_row(*reference.compare(deployed, example, **draws))
+    rows += _time_row(was, deployed, example, {"seed": 0} if options else {})
     if device.type == "cuda":
         del quick
         gc.collect()  # frees activations of trials: Python does not know their size
-        rows.append(("weights", f"{(_held(device) - before) / 2**20:.0f} MiB: its own, in this precision, and folded"))
+        rows.append(
+            (
+                "weights",
+                f"{(_allocated_bytes(device) - before) / 2**20:.0f} MiB: its own, in this precision, and folded",
+            )
+        )
     return deployed
 
 
-def _held(device: torch.device) -> int:
+def _allocated_bytes(device: torch.device) -> int:
     """Return the bytes of GPU memory held by tensors."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
@@ -132,13 +139,13 @@ def _check_targets(targets: Tensor | None, dtype: torch.dtype | None, example: I
         raise ValueError(f"targets must be a tensor with one for each of the {rows} rows of example, got {got}")
 
 
-def _own(net: Multitude) -> torch.dtype:
+def _weight_dtype(net: Multitude) -> torch.dtype:
     return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch.dtype | None:
     """Return the requested dtype; None keeps the network's own."""
-    own = _own(net)
+    own = _weight_dtype(net)
     if precision is None:
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
     check_choice("precision", precision, PRECISIONS)
@@ -151,16 +158,16 @@ def _dtype(precision: str | None, net: Multitude, device: torch.device) -> torch
     return None if PRECISIONS[precision] == own and device.type == "cpu" else PRECISIONS[precision]
 
 
-def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example: Input, int8: bool) -> Engine:
+def _fastest_on_cpu(quick: Multitude, plain: TorchEngine, reference: Reference, example: Input, int8: bool) -> Engine:
     """Choose the fastest engine without CUDA graphs: ONNX Runtime, torch, or torch with the original network."""
-    own = Plain(quick, plain.dtype, example)
+    own = TorchEngine(quick, plain.dtype, example)
     if reference.options or plain.dtype is not None or plain.device.type != "cpu":
-        return Proven(own, plain, reference)
+        return VerifiedEngine(own, plain, reference)
     engines: dict[str, Engine] = {"was": plain, "torch": own}
     note = ""
     try:
-        runtime = OnnxRuntime(quick, example, own, int8)
-        off, _, bound = reference.off(runtime, example)
+        runtime = OnnxEngine(quick, example, own, int8)
+        off, _, bound = reference.compare(runtime, example)
         if off > bound:
             raise ValueError(f"its predictions differ from the network's by {off:.1e} of how much these vary")
         engines["onnx"] = runtime
@@ -171,19 +178,19 @@ def _by_libraries(quick: Multitude, plain: Plain, reference: Reference, example:
             raise ValueError(f"precision='int8' cannot be had here: {refusal}") from refusal
         note = f"ONNX Runtime is not used: {refusal}"
     if int8:
-        return Proven(runtime, plain, reference)
-    times = _in_turns({name: partial(engine, example) for name, engine in engines.items()})
+        return VerifiedEngine(runtime, plain, reference)
+    times = _median_times({name: partial(engine, example) for name, engine in engines.items()})
     best = min(times, key=lambda name: times[name])
-    best = best if times[best] < CLEARLY * times["was"] else "was"
+    best = best if times[best] < FASTER * times["was"] else "was"
     if best != "onnx" and not note:
         note = f"ONNX Runtime took {times['onnx'] / times[best]:.2f} x as long"
-    return Proven(engines[best], plain, reference, note)
+    return VerifiedEngine(engines[best], plain, reference, note)
 
 
 # -- rows of the summary ------------------------------------------------------------------------------------
 
 
-def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
+def _error_row(found: float, own: float, bound: float) -> list[tuple[str, str]]:
     """Return the summary's row on the error relative to the network's predictions; raise if it is too large."""
     if not found <= bound:
         raise ValueError(
@@ -193,20 +200,20 @@ def _proven(found: float, own: float, bound: float) -> list[tuple[str, str]]:
     return [("error", f"{found:.1e} of how much predictions vary; {own:.1e} of the network itself in this precision")]
 
 
-def _times(net: Multitude, deployed: Deployed, example: Input, options: dict[str, Any]) -> list[tuple[str, str]]:
+def _time_row(net: Multitude, deployed: Deployed, example: Input, options: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the summary's row on the times before and after deployment, measured in turns."""
     with torch.no_grad():
-        times = _in_turns({"was": lambda: net(example, **options), "is": lambda: deployed(example, **options)})
+        times = _median_times({"was": lambda: net(example, **options), "is": lambda: deployed(example, **options)})
     was, now = times["was"], times["is"]
     rows = len(tensors_in(example)[0])
     return [("time", f"{now:.3g} ms for {plural(rows, 'row')}; {was:.3g} ms as it was, {now / was:.2f} x")]
 
 
-def _in_turns(functions: dict[str, Callable[[], Any]], turns: int = 5) -> dict[str, float]:
+def _median_times(functions: dict[str, Callable[[], Any]], turns: int = 5) -> dict[str, float]:
     """Return the median milliseconds per call of each function."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
             timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-            times[name].append(1e3 * timer.blocked_autorange(min_run_time=LONG_ENOUGH).median)
+            times[name].append(1e3 * timer.blocked_autorange(min_run_time=TIMED_SECONDS).median)
     return {name: statistics.median(each) for name, each in times.items()}

@@ -68,7 +68,7 @@ class Deployed:
 
     def summary(self) -> str:
         """Describe the changes to the network, and its time before and after."""
-        rows = [*self._rows, *self._engine.told()]
+        rows = [*self._rows, *self._engine.summary_rows()]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {how}" for name, how in rows)
 

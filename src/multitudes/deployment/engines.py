@@ -19,15 +19,15 @@ from multitudes.networks.stochastic import expecting
 
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """Minimum error bound in each precision, relative to the variation of predictions: the effect of a few roundings. If
-the network itself has a larger error in that precision, `FURTHER` times that error is the bound."""
+the network itself has a larger error in that precision, `ERROR_FACTOR` times that error is the bound."""
 
-MOST = 10
+MAX_ERROR = 10
 """Maximum error as a multiple of those roundings, whatever the network's own error."""
 
-MOST_SHAPES = 4096
+MAX_SHAPES = 4096
 """Maximum number of remembered input shapes."""
 
-FURTHER = 3
+ERROR_FACTOR = 3
 """Allowed error as a multiple of the network's own error in the same precision, since rounding varies."""
 
 
@@ -44,12 +44,12 @@ class Engine(Protocol):
         """Map `[B, ...] -> [S, B, ...]`, float32 or better, for batches of any size."""
         ...
 
-    def told(self) -> list[tuple[str, str]]:
+    def summary_rows(self) -> list[tuple[str, str]]:
         """Return rows of the summary, as pairs of name and description."""
         ...
 
 
-class Plain:
+class TorchEngine:
     """A copy of a multitude, run by torch without further changes; stochastic layers keep drawing.
 
     Without a dtype nothing changes. With another dtype, the weights are cast if the network runs that way, else torch's
@@ -65,7 +65,7 @@ class Plain:
         whole = dtype is not None and not any(t.is_complex() for t in (*net.parameters(), *net.buffers()))
         for self.autocast, laid_out in itertools.product((not whole, True), (True, False)):
             self.net = copied(net).to(dtype) if whole and not self.autocast else copied(net)
-            self.net = _laid_out(self.net) if laid_out else self.net
+            self.net = _channels_last(self.net) if laid_out else self.net
             try:
                 self(example)
                 self._alone(example)
@@ -82,14 +82,14 @@ class Plain:
             found: Tensor = self.asked(x, **options)
         else:
             with self.precision():
-                found = self.net(self.prepared(x), **options)
+                found = self.net(self.cast(x), **options)
         return found if found.dtype == torch.float64 or found.is_complex() else found.float()
 
     @torch.no_grad()
     def _alone(self, x: Input) -> None:
         """Run only the first member: `x.view` in its code may reject a layout that works for all members at once."""
         with self.precision(), expecting(self.net.network):
-            self.net._of_first(self.prepared(x))
+            self.net._of_first(self.cast(x))
 
     @property
     def device(self) -> torch.device:
@@ -99,13 +99,13 @@ class Plain:
         """Return a context in which the network computes in its precision."""
         return torch.autocast(self.device.type, self.dtype) if self.autocast and self.dtype else nullcontext()
 
-    def prepared(self, x: Input) -> Input:
+    def cast(self, x: Input) -> Input:
         """Cast an input to the dtype of the weights."""
         if self.autocast or self.dtype is None:
             return x
         return mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, x)
 
-    def told(self) -> list[tuple[str, str]]:
+    def summary_rows(self) -> list[tuple[str, str]]:
         return [("run by", "torch, as it is" + (", with autocast" if self.autocast else ""))]
 
 
@@ -115,27 +115,29 @@ class Reference:
     They may differ as much as rounding changes the network itself, but at most by `at_most`.
     """
 
-    def __init__(self, net: Multitude, plain: Plain, options: Mapping[str, Any], at_most: float | None = None) -> None:
+    def __init__(
+        self, net: Multitude, plain: TorchEngine, options: Mapping[str, Any], at_most: float | None = None
+    ) -> None:
         self.net, self.plain, self.options, self.at_most = net, plain, options, at_most
 
     @torch.no_grad()
-    def off(self, quick: Callable[..., Tensor], x: Input, **more: Any) -> tuple[float, float, float]:
+    def compare(self, quick: Callable[..., Tensor], x: Input, **more: Any) -> tuple[float, float, float]:
         """Return the error of fast predictions, the network's own error in their precision, and the bound."""
         options = {**self.options, **more}
         want = self.net(x, **options)
         own = distance(self.plain(x, **options), want)
         usual = rounding(self.plain.dtype or want.dtype, want.device)
-        bound = min(max(FURTHER * own, usual), MOST * usual) if self.at_most is None else self.at_most
+        bound = min(max(ERROR_FACTOR * own, usual), MAX_ERROR * usual) if self.at_most is None else self.at_most
         return distance(quick(x, **options), want), own, bound
 
 
-class Proven:
+class VerifiedEngine:
     """Use an engine for inputs of a shape once it has matched the network on the first of them.
 
     `note` goes to the summary.
     """
 
-    def __init__(self, quick: Engine, plain: Plain, reference: Reference, note: str = "") -> None:
+    def __init__(self, quick: Engine, plain: TorchEngine, reference: Reference, note: str = "") -> None:
         self.quick, self.plain, self.reference, self.note = quick, plain, reference, note
         self.agrees: dict[Any, bool] = {}
 
@@ -146,7 +148,7 @@ class Proven:
         ):  # options about draws that the network does not make
             return self.plain(x, **options)
         if key not in self.agrees:
-            if len(self.agrees) >= MOST_SHAPES:
+            if len(self.agrees) >= MAX_SHAPES:
                 self.agrees.clear()
             self.agrees[key] = self._tried(x)
         return (self.quick if self.agrees[key] else self.plain)(x, **options)
@@ -155,7 +157,7 @@ class Proven:
         x = mapped(lambda tensor: tensor.clone(), x)  # a network may write to it
         self.plain(x, **self.reference.options)  # the network itself reports what is wrong with an input
         try:
-            off, _, bound = self.reference.off(self.quick, x)
+            off, _, bound = self.reference.compare(self.quick, x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError):
@@ -169,11 +171,11 @@ class Proven:
             )
         return off <= bound
 
-    def told(self) -> list[tuple[str, str]]:
-        return [*self.quick.told(), *([("", self.note)] if self.note else [])]
+    def summary_rows(self) -> list[tuple[str, str]]:
+        return [*self.quick.summary_rows(), *([("", self.note)] if self.note else [])]
 
 
-def _laid_out(net: Multitude) -> Multitude:
+def _channels_last(net: Multitude) -> Multitude:
     """Convert a multitude's images and kernels to channels-last on a GPU, where convolutions are faster that way."""
     on_gpu = any(parameter.is_cuda for parameter in net.parameters())
     images = any(isinstance(module, nn.Conv2d) for module in net.network.modules())
@@ -229,7 +231,7 @@ def rows_of(x: Input) -> int:
     return 0 if first is None or not first.dim() else len(first)
 
 
-def unusual(x: Input) -> bool:
+def has_special_values(x: Input) -> bool:
     """Return whether an input has values that runtimes treat differently: negative ids, or masks that hide a whole row.
 
     A single floating-point tensor is no mask.

@@ -3,7 +3,7 @@
 cuDNN has single kernels for `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)`, which read and
 write each activation once. With members side by side, a convolution of M groups may also run with fewer, denser groups,
 whose weight is zero between members: more multiplications, but in larger blocks. The fastest way per layer is found by
-timing it in place (`choose`).
+timing it in place (`fastest_ways`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from multitudes.deployment.operation_graph import constant, tidied, with_constant
+from multitudes.deployment.operation_graph import constant, remove_unused, with_constant
 from multitudes.ensemble.packing.pointwise import block_diagonal
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def fuse_convolutions(graph: fx.GraphModule) -> int:
                 bias, other = _biases(graph, node, other)
                 _replace(graph, relu, node, bias, other, relu=True)
     fused = count_convolutions(graph)
-    tidied(graph)
+    remove_unused(graph)
     for node in _calls(graph, aten.convolution.default):
         if _is_convolution(graph, node):
             with graph.graph.inserting_before(node):
@@ -93,7 +93,7 @@ def _views_last(graph: fx.GraphModule) -> None:
             late = graph.graph.call_function(aten.reshape.default, (early, [*_value(node).shape]))
             late.meta = dict(node.meta)
         node.replace_all_uses_with(late)
-    tidied(graph)
+    remove_unused(graph)
 
 
 def _viewed_operand(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -102,7 +102,7 @@ def _viewed_operand(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.N
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one.target not in _VIEWS:
             continue
         before = one.args[0]
-        if _is_once(one) and _is_once(before) and _is_convolution(graph, before) and _alike(one, other):
+        if _is_once(one) and _is_once(before) and _is_convolution(graph, before) and _same_form(one, other):
             assert isinstance(before, fx.Node)
             return before, other
     return None
@@ -117,7 +117,7 @@ def _lay_out(graph: fx.GraphModule) -> None:
             node.update_arg(1, with_constant(graph, weight.contiguous(memory_format=torch.channels_last)))
     for node in _calls(graph, aten.view.default):
         node.target = aten.reshape.default
-    tidied(graph)
+    remove_unused(graph)
 
 
 def _calls(graph: fx.GraphModule, function: Any) -> list[fx.Node]:
@@ -140,7 +140,7 @@ def _convolution_and_other(graph: fx.GraphModule, given: Any) -> tuple[fx.Node |
     if not _is_once(given) or given.target is not aten.add.Tensor or given.kwargs:
         return None, None
     for node, other in (given.args, given.args[::-1]):
-        if _is_once(node) and _is_convolution(graph, node) and isinstance(other, fx.Node) and _alike(node, other):
+        if _is_once(node) and _is_convolution(graph, node) and isinstance(other, fx.Node) and _same_form(node, other):
             return node, other
     return None, None
 
@@ -158,7 +158,7 @@ def _is_convolution(graph: fx.GraphModule, node: Any) -> bool:
     return weight is not None and weight.dim() == 4 and known and not node.args[6]
 
 
-def _alike(node: fx.Node, other: fx.Node) -> bool:
+def _same_form(node: fx.Node, other: fx.Node) -> bool:
     one, two = (_value(each) for each in (node, other))
     return one is not None and two is not None and (one.shape, one.dtype) == (two.shape, two.dtype)
 
@@ -206,7 +206,7 @@ def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
     return torch.cat([block_diagonal(part) for part in parts])
 
 
-def choose(
+def fastest_ways(
     graph: fx.GraphModule, tensors: list[Tensor], milliseconds: Callable[[Callable[[], Any]], float]
 ) -> list[Way]:
     """Time the ways of each `convolution` of a graph on its inputs; return the fastest of each, in order."""
@@ -221,7 +221,7 @@ def count_convolutions(graph: fx.GraphModule) -> int:
     return len(_calls(graph, convolution))
 
 
-def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
+def apply_ways(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
     """Apply a way to each `convolution` of a graph, in order."""
     for node, way in zip(_calls(graph, convolution), ways, strict=True):
         weight = constant(graph, node.args[1])
@@ -232,10 +232,10 @@ def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
                 wide = merged(weight, groups, way.groups).contiguous(memory_format=torch.channels_last)
                 node.update_arg(1, with_constant(graph, wide))
         node.args = (*node.args[:8], way.groups, way.fused)
-    tidied(graph)
+    remove_unused(graph)
 
 
-MOST_GROUPS = 64
+MAX_GROUPS = 64
 """Maximum groups for which denser forms are tried; beyond, most products would be zero."""
 
 
@@ -258,11 +258,11 @@ class _Chooser(fx.Interpreter):
     def _fastest(self, args: Any) -> Way:
         """Return the fastest number of groups, fused if possible unless separate calls are faster."""
         relu, groups = args[4], args[8]
-        fewer = [g for g in (groups, 4, 2, 1) if g <= groups and groups % g == 0] if groups <= MOST_GROUPS else [groups]
+        fewer = [g for g in (groups, 4, 2, 1) if g <= groups and groups % g == 0] if groups <= MAX_GROUPS else [groups]
         times = {way: self._time(args, way) for way in dict.fromkeys(Way(count, relu) for count in fewer)}
         best = min(times, key=lambda way: times[way])
-        apart = Way(best.groups, False)
-        return apart if relu and self._time(args, apart) < times[best] else best
+        separate = Way(best.groups, False)
+        return separate if relu and self._time(args, separate) < times[best] else best
 
     def _time(self, args: Any, way: Way) -> float:
         x, weight, bias, other, relu, stride, padding, dilation, groups, _ = args

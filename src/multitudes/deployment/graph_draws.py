@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multitudes.deployment.engines import Plain
+from multitudes.deployment.engines import TorchEngine
 from multitudes.deployment.operation_graph import CannotTrace
 from multitudes.draws.engine import cost_key
 from multitudes.ensemble.members import Members
@@ -28,7 +28,7 @@ from multitudes.networks.vmap import at_once
 
 
 @dataclass(frozen=True)
-class Asked:
+class NumberRequest:
     """Numbers that a layer requests in each draw; those of draw d come from the source `d * stride + start`."""
 
     kind: str
@@ -38,7 +38,7 @@ class Asked:
     start: int
 
 
-class _Sources(Draw):
+class _SourceDraw(Draw):
     """A draw that tracks the source of its numbers: each member of a network has its own sources."""
 
     def __init__(self) -> None:
@@ -58,19 +58,19 @@ class _Sources(Draw):
             self.stride, self.start = before
 
 
-class _Recorded(_Sources):
+class _RecordingDraw(_SourceDraw):
     """A draw that records the requested numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[Asked] = []
+        self.requests: list[NumberRequest] = []
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.asked.append(Asked(kind, shape, dtype, self.stride, self.start))
+        self.requests.append(NumberRequest(kind, shape, dtype, self.stride, self.start))
         return super().numbers(kind, shape, dtype, device)
 
 
-class _Given(_Sources):
+class _SuppliedDraw(_SourceDraw):
     """A draw with given numbers."""
 
     given: Iterator[Tensor]
@@ -82,10 +82,10 @@ class _Given(_Sources):
 class Noise:
     """The random numbers of several draws: a tensor `[D, ...]` per request, and their sources."""
 
-    def __init__(self, asked: Sequence[Asked], draws: int, device: torch.device) -> None:
-        self.asked, self.draws = asked, draws
-        self.numbers = [torch.empty((draws, *each.shape), dtype=each.dtype, device=device) for each in asked]
-        sources = {number * each.stride + each.start for each in asked for number in range(draws)}
+    def __init__(self, requests: Sequence[NumberRequest], draws: int, device: torch.device) -> None:
+        self.requests, self.draws = requests, draws
+        self.numbers = [torch.empty((draws, *each.shape), dtype=each.dtype, device=device) for each in requests]
+        sources = {number * each.stride + each.start for each in requests for number in range(draws)}
         self.generators = {source: torch.Generator(device) for source in sorted(sources)}
         self.seed(0)
         self.fill()  # arbitrary values may be invalid for a network
@@ -98,7 +98,7 @@ class Noise:
 
     def fill(self) -> None:
         """Draw the numbers, in the order in which the network requests them."""
-        for each, numbers in zip(self.asked, self.numbers, strict=True):
+        for each, numbers in zip(self.requests, self.numbers, strict=True):
             for draw in range(self.draws):
                 generator = self.generators[draw * each.stride + each.start]
                 row = numbers[draw]
@@ -106,7 +106,7 @@ class Noise:
 
 
 @torch.no_grad()
-def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
+def noise_of(plain: TorchEngine, x: Input, draws: int) -> Noise:
     """Return the noise for draws of a network on inputs like `x`; raise `CannotTrace` if they cannot be batched."""
     net, cache = plain.net, plain.net._draw_cache
     plain(x, draws=draws, seed=0)  # determines how draws are made and their cost
@@ -115,23 +115,23 @@ def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
     cost, room = cache.costs.get(cost_key(x)), free_bytes(plain.device) / 4
     if cost is not None and cost.shared + draws * cost.each > room:
         raise CannotTrace(f"there is not enough memory for {draws} draws at once")
-    draw = _Recorded()
+    draw = _RecordingDraw()
     with plain.precision(), _drawing(net, draw), at_once(draws) as each:
         draw.index = each.own(torch.arange(draws))
         net._predictions(x)
-    if not draw.asked:
+    if not draw.requests:
         raise CannotTrace("its layers ask for no random numbers")
-    return Noise(draw.asked, draws, plain.device)
+    return Noise(draw.requests, draws, plain.device)
 
 
-def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
+def draw_function(plain: TorchEngine, x: Input) -> Callable[..., Tensor]:
     """Return a network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of its noise."""
     net, count = plain.net, len(tensors_in(x))
 
     def call(*tensors: Tensor) -> Tensor:
         own = iter(tensors[:count])
         given = mapped(lambda _: next(own), x)
-        numbers, draw = tensors[count:], _Given()
+        numbers, draw = tensors[count:], _SuppliedDraw()
         with plain.precision(), _drawing(net, draw), at_once(len(numbers[0])) as each:
             draw.given = map(each.own, numbers)
             found = each.whole(net._predictions(given))

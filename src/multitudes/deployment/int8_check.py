@@ -26,13 +26,13 @@ def check_quality(got: Predictive, want: Predictive, targets: Tensor | None) -> 
     """
     measured = (_of_classes if want.reading.classes else _of_values)(got, want, targets)
     against = "its own predictions" if targets is None else "the targets"
-    told = ", ".join(f"{name} {value:+.4f} (at most {most:+g})" for name, value, most in measured)
+    losses = ", ".join(f"{name} {value:+.4f} (at most {most:+g})" for name, value, most in measured)
     if not all(value <= most for _, value, most in measured):
         raise ValueError(
-            f"precision='int8' costs too much here, against {against}: {told}; pass more inputs as example, or "
+            f"precision='int8' costs too much here, against {against}: {losses}; pass more inputs as example, or "
             "precision='float32'"
         )
-    return [("8 bits", f"against {against}: {told}")]
+    return [("8 bits", f"against {against}: {losses}")]
 
 
 def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:

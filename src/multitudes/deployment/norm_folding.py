@@ -91,7 +91,7 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
         return []
     with torch.no_grad(), recording(network, [names[module] for module in watched], functions=True) as trace:
         answer = run()
-    seen = _Seen(trace, answer)
+    seen = _TensorUses(trace, answer)
     held = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     pairs, taken = [], set()
     for norm in watched:
@@ -123,7 +123,7 @@ def _takes_before(layer: Any, norm: Any) -> bool:
     return layer.padding == "valid" or not any(layer.padding if isinstance(layer.padding, tuple) else (1,))
 
 
-class _Seen:
+class _TensorUses:
     """Inputs and outputs of layers, and how often each tensor was used by any function."""
 
     def __init__(self, trace: Trace, answer: Any) -> None:

@@ -12,19 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.deployment.engines import Plain, signature, unusual
+from multitudes.deployment.engines import TorchEngine, has_special_values, signature
 from multitudes.ensemble.multitude import Multitude
-from multitudes.files.onnx_exporter import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
+from multitudes.files.onnx_exporter import (
+    ExportedMultitude,
+    check_packages,
+    export,
+    fix_noise,
+    open_session,
+    reason,
+    tensor_names,
+)
 from multitudes.networks.calls import Input, plain_attention, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.trace import recording
 
-UNLIKE = {"TopK", "NonZero"}
+DIFFERENT_OPERATORS = {"TopK", "NonZero"}
 """Operators that differ between ONNX Runtime and torch: tie breaking, and the mean of an empty selection, which ONNX
 Runtime makes a number."""
 
 
-class OnnxRuntime:
+class OnnxEngine:
     """A deterministic multitude, run by ONNX Runtime with as many threads as torch.
 
     `plain` runs inputs that the graph does not support: other non-tensor values than the example's, numbers that
@@ -32,18 +40,20 @@ class OnnxRuntime:
     """
 
     @torch.no_grad()
-    def __init__(self, net: Multitude, example: Input, plain: Plain, int8: bool = False) -> None:
+    def __init__(self, net: Multitude, example: Input, plain: TorchEngine, int8: bool = False) -> None:
         check_packages("deploy on a CPU")
         self.int8, self.plain, self.kind = int8, plain, signature(example, shapes=False)
         if self.kind is None:
             raise ValueError("the example holds more than tensors and plain values")
         self.names = tensor_names(example, ["predictions"])
         with tempfile.TemporaryDirectory() as folder, plain_attention():
-            path, raw = Path(folder) / "network.onnx", Apart(copied(net))
-            keep_numbers(raw, example)
+            path, raw = Path(folder) / "network.onnx", ExportedMultitude(copied(net))
+            fix_noise(raw, example)
             export(raw, example, path, inputs=self.names, outputs=["predictions"], about={})
             model = importlib.import_module("onnx").load(path)
-            if found := UNLIKE & {node.op_type for part in (model.graph, *model.functions) for node in part.node}:
+            if found := DIFFERENT_OPERATORS & {
+                node.op_type for part in (model.graph, *model.functions) for node in part.node
+            }:
                 raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
             given = zip(self.names, tensors_in(example), strict=True)
             indices = computed_indices(model.graph, {name for name, tensor in given if tensor.dtype in _WHOLE})
@@ -52,11 +62,11 @@ class OnnxRuntime:
             if indices or any(use.function == "one_hot" for use in trace.functions):
                 made = ", ".join(dict.fromkeys(indices or ["one_hot"]))
                 raise ValueError(f"it computes indices ({made}), of which nobody looks at the range there")
-            path = quantise(path, list(self._parts(example))) if int8 else path
-            self.session = opened(path, torch.get_num_threads())
+            path = quantize(path, list(self._parts(example))) if int8 else path
+            self.session = open_session(path, torch.get_num_threads())
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        if signature(x, shapes=False) != self.kind or unusual(x):
+        if signature(x, shapes=False) != self.kind or has_special_values(x):
             return self.plain(x, **options)
         try:
             (found,) = self.session.run(None, self._feed(tensors_in(x)))
@@ -75,14 +85,14 @@ class OnnxRuntime:
         for start in range(0, batch, rows):
             yield self._feed([t[start : start + rows] if t.shape[:1] == (batch,) else t for t in tensors])
 
-    def told(self) -> list[tuple[str, str]]:
+    def summary_rows(self) -> list[tuple[str, str]]:
         bits = ", convolutions and products in 8 bits" if self.int8 else ""
         return [("run by", f"ONNX Runtime{bits}, threads: {torch.get_num_threads()}")]
 
 
 # -- indices -----------------------------------------------------------------------------------------------
 # Torch refuses an index that is out of range. ONNX Runtime counts negative ones from the end, and a one-hot vector of a
-# nonexistent class is zero. `unusual` checks given ids; networks that compute ids are refused.
+# nonexistent class is zero. `has_special_values` checks given ids; networks that compute ids are refused.
 
 _INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
 """Operators that take indices, and the position of that input."""
@@ -118,7 +128,7 @@ def computed_indices(graph: Any, ids: set[str]) -> list[str]:
 # -- 8 bits ------------------------------------------------------------------------------------------------
 
 
-def quantise(path: Path, batches: list[dict[str, Any]]) -> Path:
+def quantize(path: Path, batches: list[dict[str, Any]]) -> Path:
     """Write the graph with 8-bit convolutions and products next to it; `batches` are inputs by name.
 
     Weights have a scale per output channel, activations one per tensor, from their values in the batches.

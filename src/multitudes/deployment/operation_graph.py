@@ -51,15 +51,15 @@ def _draws(node: fx.Node) -> bool:
 
 
 @torch.no_grad()
-def check_waits(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
+def check_synchronization(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
     """Refuse a function that synchronises the CPU with another device or copies between them, which graphs cannot."""
-    with _Waits() as waits:
+    with _SynchronizationWatch() as waits:
         function(*tensors)
     if waits.reasons:
         raise CannotTrace(waits.reasons[0])
 
 
-class _Waits(TorchDispatchMode):
+class _SynchronizationWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: list[str] = []
@@ -115,10 +115,10 @@ def _compute_constants(graph: fx.GraphModule) -> None:
         if used and isinstance(value, Tensor) and node.op != "get_attr":
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(with_constant(graph, value.contiguous()))
-    tidied(graph)
+    remove_unused(graph)
 
 
-def tidied(graph: fx.GraphModule) -> fx.GraphModule:
+def remove_unused(graph: fx.GraphModule) -> fx.GraphModule:
     """Remove unused parts of a graph."""
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()

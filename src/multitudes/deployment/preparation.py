@@ -13,14 +13,14 @@ from multitudes.deployment.norm_folding import Folded, fold_norms, foldable
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.shared import SharedMembers
-from multitudes.files.onnx_exporter import members_apart
+from multitudes.files.onnx_exporter import separate_members
 from multitudes.networks.calls import Input, call, mapped, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import expecting, stochastic_layers
 from multitudes.networks.trace import recording
 
 
-def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> None:
+def check_repeatable(net: Multitude, example: Input, options: dict[str, Any]) -> None:
     """Refuse a network whose predictions for the same input change between calls."""
     first = net(example, **options)
     if not first.is_floating_point() and not first.is_complex():
@@ -37,10 +37,10 @@ def check_repeats(net: Multitude, example: Input, options: dict[str, Any]) -> No
 
 
 @torch.no_grad()
-def prepared(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[tuple[str, str]]]:
+def prepare_network(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, list[tuple[str, str]]]:
     """Return a copy of a network with separate members and folded norms, and rows of the summary."""
     rows = []
-    quick = _apart(net, example)
+    quick = _with_separate_members(net, example)
     if quick is not net:
         rows.append(("members", f"{net.members}, folded into networks of their own"))
     norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in quick.template.modules())
@@ -50,7 +50,7 @@ def prepared(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[M
     return quick, rows
 
 
-def _apart(net: Multitude, example: Input) -> Multitude:
+def _with_separate_members(net: Multitude, example: Input) -> Multitude:
     """Convert members that share weights to separate networks, unless that doubles the work or they draw."""
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
         return net
@@ -62,8 +62,8 @@ def _apart(net: Multitude, example: Input) -> Multitude:
         call(member, example)
     if 2 * together.multiply_adds <= net.members * alone.multiply_adds:
         return net
-    apart: Multitude = members_apart(net)
-    return apart
+    separate: Multitude = separate_members(net)
+    return separate
 
 
 def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> tuple[Multitude, int]:

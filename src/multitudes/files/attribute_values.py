@@ -22,7 +22,7 @@ _CODE = re.compile(r"\{(\d+\.\d+):[0-9a-f]+\}")
 _MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_<])")
 
 
-def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str, Any]:
+def describe_attributes(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str, Any]:
     """Describe the attributes of a module under these names, with their plain parts; skip objects in `seen`."""
     held: dict[str, str] = {}
     parts: dict[str, Any] = {}
@@ -37,17 +37,17 @@ def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str,
     return {"held": held, "parts": parts}
 
 
-def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
+def restore_attributes(module: nn.Module, node: Mapping[str, Any]) -> None:
     """Restore the saved plain parts in a copy of the user's module; raise if other attributes differ."""
     for key, tree in node.get("parts", {}).items():
         if key in vars(module):
-            _put_back(vars(module)[key], tree)
+            _restore_parts(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
         got = described(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"
             kind = node["class"].rpartition(".")[2]
-            was, now = _apart(want, got)
+            was, now = _excerpts(want, got)
             raise ValueError(
                 f"model does not fit the file, in which {place} ({kind}) has {key} = {was}: in model it is {now}"
             )
@@ -78,7 +78,7 @@ def _part(value: Any, depth: int) -> Any:
     return _parts(value, depth - 1)
 
 
-def _put_back(value: Any, tree: Mapping[str, Any]) -> None:
+def _restore_parts(value: Any, tree: Mapping[str, Any]) -> None:
     """Restore the plain parts of an object; missing ones are not created."""
     ((kind, parts),) = tree.items()
     into: Any = None
@@ -92,7 +92,7 @@ def _put_back(value: Any, tree: Mapping[str, Any]) -> None:
         if part is not None and "value" in part:
             into[key] = part["value"]
         elif part is not None and (type(into) is list or key in into):
-            _put_back(into[key], part)
+            _restore_parts(into[key], part)
 
 
 def _comparable(one: str, other: str) -> str:
@@ -102,7 +102,7 @@ def _comparable(one: str, other: str) -> str:
     return _MODULES.sub("", one) if "__main__." in one + other else one
 
 
-def _apart(one: str, other: str, around: int = 60) -> tuple[str, str]:
+def _excerpts(one: str, other: str, around: int = 60) -> tuple[str, str]:
     """Return excerpts of two descriptions around their first difference."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = 0 if same < around else same - 20

@@ -74,11 +74,11 @@ def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int
             draw.index = torch.tensor(draw_index)
             own_random_state = seeded(None if seed is None else mixed(seed, draw_index))
             with own_random_state:  # for layers that use torch's own random state
-                yield _drawn(network, draw)
+                yield _freeze_draw(network, draw)
 
 
 @torch.no_grad()
-def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
+def _freeze_draw(network: nn.Module, draw: Draw) -> nn.Module:
     """Return a copy of a network that is fixed to one draw.
 
     Layers with `fold` become the plain layers of the draw, including their children. A network that folds as a whole
@@ -91,7 +91,7 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
         for layer in layers:
             folded = layer.fold()
             if folded is not None and layer is network:
-                return _drawn(folded, draw)
+                return _freeze_draw(folded, draw)
             if folded is not None:
                 memo[id(layer)] = folded
                 gone |= set(map(id, layer.modules()))

@@ -20,15 +20,15 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.files.freeze import freeze
 from multitudes.files.onnx_exporter import (
-    Apart,
+    ExportedMultitude,
+    accept_texts,
     check_example,
     check_packages,
     export,
-    keep_numbers,
-    members_apart,
-    opened,
+    fix_noise,
+    open_session,
     reason,
-    take_texts,
+    separate_members,
     tensor_names,
 )
 from multitudes.files.save import check_path
@@ -68,7 +68,7 @@ def to_onnx(
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawInputs:
     """Raw inputs that a file takes instead of the network's inputs, and the units of its outputs.
 
     `example` is one batch of raw inputs by name; `prepare` turns it into the network's input. Inputs in `texts` are
@@ -100,7 +100,7 @@ def write_onnx(
     draws: int,
     seed: int | None,
     tolerance: float = 1e-4,
-    raw: Raw | None = None,
+    raw: RawInputs | None = None,
 ) -> Path:
     """Run `to_onnx`; with `raw`, the file takes raw inputs, which give `example`, and outputs their units."""
     if not isinstance(net, (Multitude, Calibrated)):
@@ -114,12 +114,12 @@ def write_onnx(
     check_example(example)
     check_packages("to_onnx")
     example = moved(example, "cpu")
-    frozen = freeze(members_apart(copied(net)).cpu(), draws, seed).eval()
+    frozen = freeze(separate_members(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
         frozen(example)  # the network itself reports what is wrong with the example
-        answers = _Answers(frozen, example, raw)
+        answers = _OnnxOutputs(frozen, example, raw)
         answers.write(unfinished)
-        session = opened(unfinished)
+        session = open_session(unfinished)
         inputs = answers.example
         for batch in (inputs, rows(inputs, torch.tensor([0])), tile(inputs, 3)):
             _check(session, answers, batch, tolerance)
@@ -129,20 +129,20 @@ def write_onnx(
 # -- the exported module -----------------------------------------------------------------------------------
 
 
-class _Answers(nn.Module):
+class _OnnxOutputs(nn.Module):
     """A deterministic multitude with the file's outputs, for the network's input or a raw one."""
 
-    def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
+    def __init__(self, net: Multitude | Calibrated, example: Input, raw: RawInputs | None = None) -> None:
         super().__init__()
         multitude = net if isinstance(net, Multitude) else net.net
         self.calibration = None if isinstance(net, Multitude) else net.calibration
-        self.network = Apart(multitude)
+        self.network = ExportedMultitude(multitude)
         self.raw = raw
         self.example = example if raw is None else raw.example
         read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
         self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
         self.classes, self.outputs = read.reading.classes, read.reading.outputs
-        keep_numbers(self, self.example)
+        fix_noise(self, self.example)
 
     def forward(self, given: Any) -> tuple[Tensor, ...]:
         predictive = Predictive(self.network(given if self.raw is None else self.raw.prepare(given)), **self.reading)
@@ -157,7 +157,7 @@ class _Answers(nn.Module):
         export(self, self.example, path, inputs=names, outputs=list(self.outputs), about=about)
         if raw is not None and raw.texts:
             own = dict(zip(raw.example, names, strict=True))
-            take_texts(path, {own[name]: known for name, known in raw.texts.items()})
+            accept_texts(path, {own[name]: known for name, known in raw.texts.items()})
 
     def _in_units(self, name: str, values: Tensor) -> Tensor:
         if self.raw is None or self.classes:
@@ -180,7 +180,7 @@ class _Answers(nn.Module):
 # -- verification ------------------------------------------------------------------------------------------
 
 
-def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
+def _check(session: Any, answers: _OnnxOutputs, x: Input, tolerance: float) -> None:
     tensors = tensors_in(x)
     want = dict(zip(answers.outputs, answers(x), strict=True))
     names = list(answers.example) if answers.raw else answers.inputs()

@@ -52,14 +52,14 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 def _remainder(x: Number, y: Number) -> Tensor:
     """Use the exact `fmod`, with the divisor's sign; x - y * floor(x / y) is off by y if x / y is rounded."""
-    dividend, divisor = _alike(x, y)
+    dividend, divisor = _promoted(x, y)
     rest = torch.fmod(dividend, divisor)
     return torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
 
 
 def _floor_divide(x: Number, y: Number) -> Any:
     """Divide as torch does, using `fmod`."""
-    dividend, divisor = _alike(x, y)
+    dividend, divisor = _promoted(x, y)
     if not dividend.is_floating_point():
         return NotImplemented  # integer division is exact
     rest = torch.fmod(dividend, divisor)
@@ -74,7 +74,7 @@ def _divide(x: Number, y: Number, rounding_mode: str | None = None) -> Any:
     return _floor_divide(x, y) if rounding_mode == "floor" else NotImplemented
 
 
-def _alike(x: Number, y: Number) -> tuple[Tensor, Tensor]:
+def _promoted(x: Number, y: Number) -> tuple[Tensor, Tensor]:
     """Return both as tensors of the result dtype, on the device of either."""
     dtype = torch.result_type(x, y)
     device = x.device if isinstance(x, Tensor) else y.device if isinstance(y, Tensor) else None
@@ -93,13 +93,13 @@ def _signbit(x: Tensor) -> Tensor:
 
 
 def _copysign(x: Tensor, y: Number) -> Tensor:
-    size, sign = _alike(x, y)
+    size, sign = _promoted(x, y)
     size = size if size.is_floating_point() else size.float()
     return torch.where(_signbit(sign), -size.abs(), size.abs())
 
 
 def _atan2(y: Tensor, x: Tensor) -> Tensor:
-    y, x = _alike(y, x)
+    y, x = _promoted(y, x)
     y, x = (v if v.is_floating_point() else v.float() for v in (y, x))
     half = torch.where(y == 0, 0.0, torch.where(y < 0, -math.pi / 2, math.pi / 2))
     angle = torch.where(x == 0, half, torch.atan(y / torch.where(x == 0, 1.0, x)))
@@ -151,7 +151,7 @@ def _searchsorted(
 ) -> Tensor:
     """Count the knots `[..., K]` below each value `[..., N]`, or with right=True those not above it."""
     if sorter is not None:
-        _refused("torch.searchsorted with a sorter")()
+        _unsupported("torch.searchsorted with a sorter")()
     knots, values = knots.unsqueeze(-2), values.unsqueeze(-1)
     below = knots <= values if right or side == "right" else knots < values
     return below.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
@@ -163,10 +163,10 @@ def _isin(x: Tensor, members: Tensor, *, assume_unique: bool = False, invert: bo
 
 
 def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, **_: Any) -> Any:
-    return _refused("torch.scatter_reduce with reduce='mean'")() if reduce == "mean" else NotImplemented
+    return _unsupported("torch.scatter_reduce with reduce='mean'")() if reduce == "mean" else NotImplemented
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _unsupported(name: str) -> Callable[..., Any]:
     """Refuse a function whose ONNX translation is inaccurate."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return aten.scaled_dot_product_attention.default(*heads, mask, 0.0, is_causal, scale=scale).squeeze(1)
 
 
-REWRITTEN: dict[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid.default: _log_sigmoid,
     aten.logaddexp.default: _logaddexp,
     aten.logaddexp2.default: _logaddexp2,
@@ -229,8 +229,8 @@ REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.searchsorted.Tensor: _searchsorted,
     aten.isin.Tensor_Tensor: _isin,
     aten.scatter_reduce.two: _scatter_reduce,
-    aten.special_log_ndtr.default: _refused("torch.special.log_ndtr"),
-    aten.special_erfcx.default: _refused("torch.special.erfcx"),
+    aten.special_log_ndtr.default: _unsupported("torch.special.log_ndtr"),
+    aten.special_erfcx.default: _unsupported("torch.special.erfcx"),
     aten.rrelu.default: _rrelu,
     **dict.fromkeys((aten.std_mean.correction, aten.std_mean.dim), _std_mean),
     aten.std_mean.default: lambda x, unbiased=True: _std_mean(x, None, unbiased),

@@ -25,7 +25,7 @@ from multitudes.ensemble.members import Members, fuse
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.files.onnx_decompositions import REWRITTEN
+from multitudes.files.onnx_decompositions import DECOMPOSITIONS
 from multitudes.networks.calls import Input, call, mapped, tensors_in, tile
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import stochastic_layers
@@ -33,23 +33,23 @@ from multitudes.networks.stochastic import stochastic_layers
 # -- preparing modules ------------------------------------------------------------------------------------
 
 
-def members_apart(net: Any) -> Any:
+def separate_members(net: Any) -> Any:
     """Convert members with shared weights to plain networks, so that the file stores their own weights."""
     if isinstance(net, Calibrated):
-        return Calibrated(members_apart(net.net), net.calibration)
+        return Calibrated(separate_members(net.net), net.calibration)
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
         return net
     return fuse([net.member(index) for index in range(net.members)]).like(net)
 
 
-class Apart(nn.Module):
+class ExportedMultitude(nn.Module):
     """A multitude with one module per member if members share no weights, `[B, ...] -> [S, B, ...]`."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        apart = [copied(net.member(index)) for index in range(net.members)] if isinstance(net, Members) else []
-        self.members = nn.ModuleList(map(Apart, apart))
-        self.net = None if apart else net
+        members = [copied(net.member(index)) for index in range(net.members)] if isinstance(net, Members) else []
+        self.members = nn.ModuleList(map(ExportedMultitude, members))
+        self.net = None if members else net
 
     def forward(self, x: Input) -> Tensor:
         if self.net is None:
@@ -72,7 +72,7 @@ def check_packages(what: str) -> None:
         needed(module, "onnx", what)
 
 
-def keep_numbers(module: nn.Module, example: Input) -> None:
+def fix_noise(module: nn.Module, example: Input) -> None:
     """Run a module once to turn the random numbers of its frozen layers into constants."""
     for each in module.modules():
         if isinstance(each, Frozen):
@@ -108,7 +108,7 @@ def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
 # -- the exporter ------------------------------------------------------------------------------------------
 
 
-class _OfTensors(nn.Module):
+class _TensorInputs(nn.Module):
     """Wrap a module as a function of the tensors in its input."""
 
     def __init__(self, module: nn.Module, example: Input) -> None:
@@ -139,24 +139,24 @@ def export(
         with _quiet():
             # Call torch.export directly: the exporter's fallbacks would freeze data-dependent branches.
             traced = torch.export.export(
-                _OfTensors(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
+                _TensorInputs(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
             )
             program = torch.onnx.export(
-                traced.run_decompositions(REWRITTEN),
+                traced.run_decompositions(DECOMPOSITIONS),
                 dynamo=True,
                 verbose=False,
                 input_names=list(inputs),
                 output_names=list(outputs),
             )
             assert program is not None
-            _tidy(program.model)
+            _clean_names(program.model)
             program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
             program.save(path, external_data=False)  # one file
     except Exception as error:  # the exporter runs user code, which may raise anything
-        raise ValueError(f"the network cannot be exported to ONNX: {_refusal(error)}") from error
+        raise ValueError(f"the network cannot be exported to ONNX: {_explain(error)}") from error
 
 
-def _tidy(model: Any) -> None:
+def _clean_names(model: Any) -> None:
     """Name the batch dimension, make other values' names unique, and remove source locations."""
     graph = model.graph
     for part in (graph, *model.functions.values()):
@@ -188,7 +188,7 @@ def _keep_constants(graph: Any) -> None:
         graph.register_initializer(value)
 
 
-def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
+def accept_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
     """Replace inputs that are indices of texts by the texts themselves."""
     onnx = importlib.import_module("onnx")
     model = onnx.load(path)
@@ -208,7 +208,7 @@ def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> Non
     onnx.save(model, path)
 
 
-def _refusal(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
     """Explain in one line why the exporter failed."""
     said = reason(error)
     if found := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", said):
@@ -245,7 +245,7 @@ def _quiet() -> Iterator[None]:
 # -- running files ------------------------------------------------------------------------------------------
 
 
-def opened(path: Path, threads: int = 0) -> Any:
+def open_session(path: Path, threads: int = 0) -> Any:
     """Open a file with onnxruntime on the CPU, with this many threads; 0 is one per core."""
     runtime = needed("onnxruntime", "onnx", "to_onnx")
     options = runtime.SessionOptions()

@@ -94,7 +94,7 @@ def from_parts(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> Multitude | Calibrated:
     """Rebuild the multitude from `to_parts`; `model` is as in `load`."""
-    tensors = whole_tensors(tensors, header["forms"])
+    tensors = restore_tensors(tensors, header["forms"])
     _check_shapes(header.get("shapes", {}), tensors)
     net = rebuild(header["nodes"], dict(tensors), model)
     assert isinstance(net, Multitude)
@@ -162,7 +162,7 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return parts, forms
 
 
-def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
+def restore_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
     """Invert `plain_parts`; raise if parts do not fit."""
     tensors = {name: tensor for name, tensor in parts.items() if name.rpartition("#")[0] not in forms}
     for name, form in forms.items():

@@ -21,7 +21,7 @@ from multitudes.draws.functional_noise import kept_class, own_class
 from multitudes.ensemble.kl_terms import DIVERGENCES, name_of
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude, plain
-from multitudes.files.attribute_values import check_held, held_by, lazy_hooks
+from multitudes.files.attribute_values import describe_attributes, lazy_hooks, restore_attributes
 from multitudes.networks.copies import copied, share_registries
 from multitudes.networks.settings import FOUND_ANEW
 from multitudes.networks.stochastic import attached
@@ -116,12 +116,12 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
         if key in skipped:
             continue
         try:
-            settings[key] = _encoded(value, numbers)
+            settings[key] = _encode(value, numbers)
         except TypeError:
             others.append(key)
     node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
     if isinstance(module, Multitude):
-        node["divergences"] = [_encoded_function(function) for function in module.divergences]
+        node["divergences"] = [_encode_function(function) for function in module.divergences]
     hooks = _hooks(module)
     where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
     if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -135,7 +135,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
         if others:
             what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
         raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
-    return node | {"origin": origin, "hooks": hooks} | held_by(module, others, seen)
+    return node | {"origin": origin, "hooks": hooks} | describe_attributes(module, others, seen)
 
 
 def _hooks(module: nn.Module) -> int:
@@ -145,22 +145,22 @@ def _hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
 
 
-def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
+def _encode(value: Any, numbers: Mapping[int, int]) -> Any:
     """Encode a plain value for JSON, or raise a TypeError."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, nn.Module) and id(value) in numbers:
         return {"module": numbers[id(value)]}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return {"tuple": [_encoded(v, numbers) for v in value]}
+        return {"tuple": [_encode(v, numbers) for v in value]}
     if type(value) is list:
-        return [_encoded(v, numbers) for v in value]
+        return [_encode(v, numbers) for v in value]
     if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: _encoded(v, numbers) for key, v in value.items()}}
+        return {"dict": {key: _encode(v, numbers) for key, v in value.items()}}
     raise TypeError
 
 
-def _encoded_function(function: Callable[..., Tensor]) -> Node:
+def _encode_function(function: Callable[..., Tensor]) -> Node:
     own = function.func if isinstance(function, partial) else function
     keywords = function.keywords if isinstance(function, partial) else {}
     name = name_of(own)
@@ -186,9 +186,9 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
     }
     modules = _modules(nodes, parameters, tensors, model)
     for node, module in zip(nodes, modules, strict=True):
-        vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
+        vars(module).update({key: _decode(value, modules) for key, value in node["settings"].items()})
         _check_members(module)
-        check_held(module, node)
+        restore_attributes(module, node)
         if "shares" in node:
             continue
         _refill(module._modules, {n: None if c is None else modules[c] for n, c in node["children"].items()})
@@ -205,7 +205,7 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
             share_registries(module, modules[node["shares"]])
             object.__setattr__(module, str(type(module).shares), modules[node["shares"]])
         if isinstance(module, Multitude):
-            module.divergences = tuple(map(_decoded_function, node["divergences"]))
+            module.divergences = tuple(map(_decode_function, node["divergences"]))
             module.forget()
     return modules[0]
 
@@ -216,7 +216,7 @@ def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     there = {} if model is None else dict(plain(model).named_modules(remove_duplicate=False))
     if model is not None and not any("origin" in node for node in nodes):
-        _check_like(nodes, there)
+        _check_matches(nodes, there)
     for node in nodes:
         if "origin" not in node:
             continue
@@ -245,7 +245,7 @@ def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
                 )
 
 
-def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
+def _check_matches(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
     """Check that a given network matches the file, even if the file alone would suffice."""
     notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
     at: dict[str, list[Node]] = {}
@@ -258,24 +258,24 @@ def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
             )
     for place, module in there.items():
         if any(p is not None for p in module._parameters.values()):
-            _check_one_like(place, module, at.get(place, []), noted=place in notes)
+            _check_layer_matches(place, module, at.get(place, []), noted=place in notes)
 
 
 def _has_weights(node: Node) -> bool:
     """Return whether a node is a layer of the user's network or a converted one, not an addition of a method."""
     names = node.get("parameters", {})
-    return "weight" in names or (bool(names) and not _of_library_named(node))
+    return "weight" in names or (bool(names) and not _is_of_library(node))
 
 
-def _of_library_named(node: Node) -> bool:
+def _is_of_library(node: Node) -> bool:
     return str(node["class"]).startswith("multitudes.")
 
 
-def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
+def _check_layer_matches(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
     """Check that a layer exists, has its class or was converted, and has its settings unless `noted` as changed."""
     kind = type(module).__name__
     same = [node for node in nodes if node["class"] == _name_of(type(module))]
-    if not same and not any(map(_of_library_named, nodes)):
+    if not same and not any(map(_is_of_library, nodes)):
         got = f"it is a {nodes[0]['class'].rpartition('.')[2]}" if nodes else "there is none"
         raise ValueError(f"model does not fit the file: its layer {place!r} is a {kind}, and in the file {got}")
     settings = _settings(module, place, place, {}, set())["settings"]
@@ -292,7 +292,7 @@ def _modules(
 ) -> list[Any]:
     """Create a module per node: an empty one of its class, or a copy of the user's own."""
     modules: dict[int, nn.Module] = {
-        number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
+        number: _empty_module(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
     }
     if model is not None:
         there = dict(plain(model).named_modules(remove_duplicate=False))
@@ -335,7 +335,7 @@ def _copies(
     return copies
 
 
-def _bare(name: str) -> nn.Module:
+def _empty_module(name: str) -> nn.Module:
     kind = _class_named(name)
     module = kind.__new__(kind)
     nn.Module.__init__(module)
@@ -355,20 +355,20 @@ def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:
     registry.update(items)
 
 
-def _decoded(value: Any, modules: list[Any]) -> Any:
+def _decode(value: Any, modules: list[Any]) -> Any:
     if isinstance(value, list):
-        return [_decoded(v, modules) for v in value]
+        return [_decode(v, modules) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "module":
         return modules[inside]
     if kind == "tuple":
-        return tuple(_decoded(v, modules) for v in inside)
-    return {key: _decoded(v, modules) for key, v in inside.items()}
+        return tuple(_decode(v, modules) for v in inside)
+    return {key: _decode(v, modules) for key, v in inside.items()}
 
 
-def _decoded_function(node: Node) -> Callable[..., Tensor]:
+def _decode_function(node: Node) -> Callable[..., Tensor]:
     _library_module(node["function"].rpartition(".")[0])  # imports the module that declares it
     function = DIVERGENCES.get(node["function"])
     if function is None:

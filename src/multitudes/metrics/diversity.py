@@ -21,7 +21,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import NEITHER, TARGETLESS, metric
 from multitudes.metrics.streaming import counted
-from multitudes.training.recorder import Recorder, fitting, flat_state
+from multitudes.training.recorder import Recorder, checked_state, flat_state
 
 __all__ = ["cosine_similarity"]
 
@@ -174,7 +174,9 @@ def _weights(networks: Any, model: nn.Module | None) -> Tensor:
             network = network.state_dict()
         if model is None:
             raise ValueError("model must be given with state dicts, to tell weights from buffers, got None")
-        vectors.append(flat_state(fitting(network, model, f"networks[{index}]", "a network or a state dict"), model))
+        vectors.append(
+            flat_state(checked_state(network, model, f"networks[{index}]", "a network or a state dict"), model)
+        )
     if not vectors:
         raise ValueError("networks must hold at least one network, got none")
     return torch.stack(vectors)

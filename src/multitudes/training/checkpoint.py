@@ -22,11 +22,11 @@ from multitudes.networks.devices import device_in
 from multitudes.training.recorder import check_fits, tensors_of
 
 Tensors = dict[str, Tensor]
-WITHIN = 30
+WITHIN_EPOCH = 30
 """Checkpoints within an epoch are written this many times less often than at its end."""
 ENTRY = "training"
 """The header entry that holds everything except the tensors."""
-OF_TENSORS = ("epoch_random", "best", "average")
+TENSOR_FIELDS = ("epoch_random", "best", "average")
 """Fields of a `TrainingState` that are tensors by name."""
 
 
@@ -88,15 +88,15 @@ class Checkpoint:
 
     def due(self, epoch_ended: bool) -> bool:
         """Return whether to write now: sooner at the end of an epoch, and at most 5 % of the time."""
-        wait = self.every if epoch_ended else WITHIN * self.every
+        wait = self.every if epoch_ended else WITHIN_EPOCH * self.every
         return time.monotonic() - self.written >= max(wait, 20 * self.cost)
 
     def save(self, state: TrainingState, net: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """Write everything that the rest of the training depends on."""
         start = time.monotonic()
-        plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in OF_TENSORS}
+        plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in TENSOR_FIELDS}
         parts = {"net": tensors_of(net.state_dict()), "random": random_state(device_in(net))}
-        parts |= {name: getattr(state, name) for name in OF_TENSORS}
+        parts |= {name: getattr(state, name) for name in TENSOR_FIELDS}
         slots = {str(index): values for index, values in optimizer.state_dict()["state"].items()}
         held = grouped(slots)
         parts["optimizer"] = tensors_of(held)
@@ -127,7 +127,7 @@ class Checkpoint:
         optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
         for name, value in saved["state"].items():
             setattr(state, name, value)
-        for name in OF_TENSORS:
+        for name in TENSOR_FIELDS:
             setattr(state, name, below(name, tensors))
         set_random_state(below("random", tensors), device_in(net))
         return True

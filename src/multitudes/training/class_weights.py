@@ -16,7 +16,7 @@ from multitudes.networks.trace import unmoved
 from multitudes.tasks import TASKS, Task, one_of
 from multitudes.tasks.criteria import spread
 from multitudes.training.objective import batches_from
-from multitudes.training.validation import settle
+from multitudes.training.validation import prepare_for
 
 
 class ClassWeights:
@@ -61,7 +61,7 @@ class ClassWeights:
         if self.checked:
             return
         self.checked = True
-        settle(net, x)
+        prepare_for(net, x)
         with unmoved(net.network, ()), seeded(0):
             found = net.predict(x, net.task, seed=0)
         classes = found.reading.class_count(found.predictions.shape[1:])

@@ -22,7 +22,7 @@ from multitudes.networks.seeds import seeded
 from multitudes.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint
 from multitudes.training.class_weights import class_weights_of
-from multitudes.training.objective import Objective, size_of
+from multitudes.training.objective import TrainingObjective, size_of
 from multitudes.training.optimizers import make_optimizer
 from multitudes.training.precision import precision_dtype
 from multitudes.training.schedules import Schedule, schedule_of
@@ -138,7 +138,7 @@ def fit(
     criterion_for(multitude.known_task, criterion)  # raises before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
-    objective = Objective(multitude, criterion, size_of(data, multitude, dataset_size))
+    objective = TrainingObjective(multitude, criterion, size_of(data, multitude, dataset_size))
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(

@@ -8,13 +8,13 @@ from types import FrameType
 from typing import Any
 
 
-class HeldSignals:
+class DeferredSignals:
     """Hold back SIGINT (Ctrl-C) and SIGTERM inside a `with`; deliver them on `deliver`, or at its end.
 
     A second Ctrl-C is not held back. Only a process's main thread can hold signals; in other threads nothing happens.
 
     >>> try:
-    ...     with HeldSignals() as held:
+    ...     with DeferredSignals() as held:
     ...         signal.raise_signal(signal.SIGINT)
     ...         print(held.pending)
     ... except KeyboardInterrupt:
@@ -39,7 +39,7 @@ class HeldSignals:
         if number is not None:
             signal.raise_signal(number)
 
-    def __enter__(self) -> HeldSignals:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):

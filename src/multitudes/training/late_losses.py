@@ -1,4 +1,4 @@
-"""The losses of a training, read without waiting for the device if possible: `Losses`."""
+"""The losses of a training, read without waiting for the device if possible: `DelayedLosses`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 class Loss:
     """The loss of a step, converted to a number on demand, with the data that it belongs to."""
 
-    def __init__(self, value: Tensor, about: Any, step: int) -> None:
-        self.about, self.step = about, step
+    def __init__(self, value: Tensor, batch: Any, step: int) -> None:
+        self.batch, self.step = batch, step
         self._arrived: torch.cuda.Event | None = None
         self._value = value
         if value.device.type == "cuda":  # asynchronous copy: reading waits for this number only, not for later work
@@ -33,7 +33,7 @@ class Loss:
         return not math.isfinite(float(self))
 
 
-class Losses:
+class DelayedLosses:
     """Keep a bad loss from changing the weights, and wait for a loss only if there is no other way.
 
     A fused optimizer on a GPU skips steps itself if `found_inf` is set, so that a loss can be read while the next step
@@ -42,13 +42,13 @@ class Losses:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.late = can_hold_back(optimizer)
+        self.late = can_skip_steps(optimizer)
         self._unread: list[Loss] = []
         self._bad: Tensor | None = None
 
-    def add(self, value: Tensor, about: Any, step: int) -> Loss:
+    def add(self, value: Tensor, batch: Any, step: int) -> Loss:
         """Add the loss of a step before the optimizer runs; a fused one then skips the step unless it is finite."""
-        loss = Loss(value.detach(), about, step)
+        loss = Loss(value.detach(), batch, step)
         self._unread.append(loss)
         if self.late:
             bad = (~value.detach().isfinite()).float()
@@ -68,10 +68,10 @@ class Losses:
             del self.optimizer.found_inf
 
 
-def can_hold_back(optimizer: Optimizer) -> bool:
+def can_skip_steps(optimizer: Optimizer) -> bool:
     """Return whether the optimizer skips a step if its `found_inf`, a tensor on its GPU, is 1.
 
-    >>> can_hold_back(torch.optim.SGD([torch.zeros(1)], fused=True))
+    >>> can_skip_steps(torch.optim.SGD([torch.zeros(1)], fused=True))
     False
     """
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # checked by torch's own gradient scaler

@@ -14,7 +14,7 @@ from multitudes.networks.calls import Input, split_batch
 from multitudes.tasks import Criterion
 
 
-class Objective(nn.Module):
+class TrainingObjective(nn.Module):
     """A network whose forward is its training objective.
 
     Gradient synchronisation between processes, and compilers, wrap the forward, so the loss must be one.
@@ -35,7 +35,9 @@ class Objective(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Do `nn.Module.compile`, separately from other objectives: torch makes at most 8 versions of a function."""
-        own = FunctionType(Objective.forward.__code__.replace(), Objective.forward.__globals__, "forward")
+        own = FunctionType(
+            TrainingObjective.forward.__code__.replace(), TrainingObjective.forward.__globals__, "forward"
+        )
         self.forward = MethodType(own, self)  # type: ignore[method-assign]
         super().compile(*args, **kwargs)
 

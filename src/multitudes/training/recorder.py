@@ -134,7 +134,7 @@ class Recorder:
         self._kept: deque[State | Path] = deque()
         self._disk = None if folder is None else _Disk(Path(folder), of)
         if self._disk is not None:
-            self._take_up(self._disk, resume)
+            self._continue_recording(self._disk, resume)
 
     def step(self) -> None:
         """Count one more epoch, or training step; record every `every`-th."""
@@ -144,12 +144,12 @@ class Recorder:
 
     def record(self) -> None:
         """Record the network now."""
-        state = _recorded(self.net)
+        state = _snapshot(self.net)
         number = self.count + 1
         self._kept.append(state if self._disk is None else self._disk.write(number, state))
         dropped = self._kept.popleft() if len(self._kept) > self.keep else None
         if dropped is not None:
-            self.before.add(_loaded(dropped))
+            self.before.add(_read_state(dropped))
         if self._disk is not None:
             self._disk.write_moments(self.before)
         if isinstance(dropped, Path):
@@ -163,10 +163,10 @@ class Recorder:
         return True
 
     def __iter__(self) -> Iterator[State]:
-        return map(_loaded, list(self._kept))
+        return map(_read_state, list(self._kept))
 
     def __getitem__(self, index: int) -> State:
-        return _loaded(self._kept[index])
+        return _read_state(self._kept[index])
 
     @property
     def count(self) -> int:
@@ -195,7 +195,7 @@ class Recorder:
         """The mean square of everything recorded."""
         return self.moments.second_moment
 
-    def _take_up(self, disk: _Disk, resume: bool) -> None:
+    def _continue_recording(self, disk: _Disk, resume: bool) -> None:
         found = disk.checkpoints()
         if not resume and found:
             raise ValueError(
@@ -211,10 +211,10 @@ class Recorder:
             if self._kept:
                 check_fits(self.net.state_dict(), self[-1], f"folder {str(disk.folder)!r}")
         while len(self._kept) > self.keep:
-            self.before.add(_loaded(self._kept.popleft()))
+            self.before.add(_read_state(self._kept.popleft()))
 
 
-def _recorded(net: nn.Module) -> State:
+def _snapshot(net: nn.Module) -> State:
     """Copy a network's tensors to the CPU."""
     for name, parameter in net.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -225,7 +225,7 @@ def _recorded(net: nn.Module) -> State:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def _loaded(kept: State | Path) -> State:
+def _read_state(kept: State | Path) -> State:
     return read_tensors(kept, ENTRY, FOLDER)[0] if isinstance(kept, Path) else kept
 
 
@@ -301,7 +301,7 @@ class Trajectory:
         states = list(given)
         if len(states) < least:
             raise ValueError(f"checkpoints must be {least} or more, got {len(states)}")
-        return cls([fitting(state, network, f"checkpoints[{at}]") for at, state in enumerate(states)], before)
+        return cls([checked_state(state, network, f"checkpoints[{at}]") for at, state in enumerate(states)], before)
 
     def of_member(self, index: int) -> Trajectory:
         """Return the trajectory of one member of `Members`, by the member's own names."""
@@ -329,7 +329,7 @@ Checkpoints = Recorder | Trajectory | Iterable[Mapping[str, Tensor]]
 """A recorder, or state dicts, the oldest first."""
 
 
-def fitting(state: Any, network: nn.Module, what: str, kinds: str = "a state dict") -> State:
+def checked_state(state: Any, network: nn.Module, what: str, kinds: str = "a state dict") -> State:
     """Return the tensors of a state dict after checking that they fit and are finite; errors call it `what`."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{what} must be {kinds}, got {type(state).__name__}")

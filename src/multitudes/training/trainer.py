@@ -24,9 +24,9 @@ from multitudes.networks.settings import holding
 from multitudes.networks.trace import hooked
 from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
 from multitudes.training.class_weights import ClassWeights
-from multitudes.training.interruption import HeldSignals
-from multitudes.training.late_losses import Loss, Losses
-from multitudes.training.objective import Objective, batches_from
+from multitudes.training.interruption import DeferredSignals
+from multitudes.training.late_losses import DelayedLosses, Loss
+from multitudes.training.objective import TrainingObjective, batches_from
 from multitudes.training.schedules import Schedule
 from multitudes.training.validation import Validation, copied_tensors, restore
 from multitudes.training.weight_average import MovingAverage
@@ -92,7 +92,7 @@ class Trainer:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: TrainingObjective,
         optimizer: Optimizer,
         data: Iterable[Any],
         epochs: int,
@@ -120,13 +120,13 @@ class Trainer:
         self.average = None if rate is None else MovingAverage(self.net, rate, self.state.average)
         if self.config.validation is not None:
             self.config.validation.check(self.net, self._on_device)
-        self.losses = Losses(self.optimizer)
+        self.losses = DelayedLosses(self.optimizer)
         bar = ProgressBar(self.epochs * (self.state.batches or 0), self.config.progress, "steps")
         try:
-            with self._held() as self.held:
+            with self._deferred_signals() as self.signals:
                 while self.state.epoch < self.epochs and not self.state.stopped:
                     self._epoch(bar)
-                self._look(all_of_them=True)
+                self._read_losses(all_of_them=True)
                 self._save()
                 if self.average is not None:
                     self.average.apply()
@@ -136,10 +136,10 @@ class Trainer:
             self.losses.close()
         return [Epoch(**epoch) for epoch in self.state.history]
 
-    def _held(self) -> AbstractContextManager[HeldSignals | None]:
+    def _deferred_signals(self) -> AbstractContextManager[DeferredSignals | None]:
         """Hold back signals until a step ends, if there is a checkpoint and a single process."""
         alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
-        return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
+        return DeferredSignals() if self.checkpoint is not None and alone else nullcontext()
 
     def _epoch(self, bar: ProgressBar) -> None:
         state = self.state
@@ -150,20 +150,20 @@ class Trainer:
             state.seconds = time.monotonic() - start
             bar.update(state.step)
             self._call_back(loss)
-            self._keep()
+            self._save_if_due()
             if state.stopped:
                 return
         if state.batch == 0:
             raise ValueError(f"data must hold at least one batch in every epoch, got none in epoch {state.epoch + 1}")
         self.state.batches = state.batch
-        self._look(all_of_them=True)
+        self._read_losses(all_of_them=True)
         score = self._validate()
         mean, rate = state.total / state.batch, self.optimizer.param_groups[0]["lr"]
         state.seconds = time.monotonic() - start
         state.history.append(asdict(Epoch(state.epoch + 1, mean, rate, state.seconds, score)))
         self._call_back(mean, epoch_ended=True, validation=score)
         state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
-        self._keep(epoch_ended=True)
+        self._save_if_due(epoch_ended=True)
 
     def _validate(self) -> float | None:
         """Score the network after an epoch, and copy its weights if they are the best so far."""
@@ -171,30 +171,30 @@ class Trainer:
         if validation is None:
             return None
         while (score := self._score(validation)) is None:
-            self._keep()  # saves the epoch's last step; resuming computes the score again
+            self._save_if_due()  # saves the epoch's last step; resuming computes the score again
         accelerator = self.config.accelerator
         if accelerator is not None and accelerator.num_processes > 1:  # buffers may differ; the first decides
             score = float(accelerator.gather(torch.tensor([score], dtype=torch.float64, device=self.device))[0])
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
-            with nullcontext() if self.average is None else self.average.used():
+            with nullcontext() if self.average is None else self.average.swapped_in():
                 state.best_score, state.since_best, state.best = score, 0, copied_tensors(self.net)
         if validation.patience is not None and state.since_best >= validation.patience:
             state.stopped = True
         return score
 
     def _score(self, validation: Validation) -> float | None:
-        with nullcontext() if self.average is None else self.average.used():
+        with nullcontext() if self.average is None else self.average.swapped_in():
             return validation.score(self.net, self._on_device, self._asked_to_end)
 
     def _asked_to_end(self) -> bool:
-        return self.held is not None and self.held.pending
+        return self.signals is not None and self.signals.pending
 
-    def _keep(self, epoch_ended: bool = False) -> None:
+    def _save_if_due(self, epoch_ended: bool = False) -> None:
         """Save the training if that is due or the process is asked to end; deliver the signal afterwards."""
-        held = self.held if self._asked_to_end() else None
+        held = self.signals if self._asked_to_end() else None
         if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
-            self._look(all_of_them=True)
+            self._read_losses(all_of_them=True)
             self._save()
         if held:
             held.deliver()
@@ -238,7 +238,7 @@ class Trainer:
         with self._autocast():
             loss = self.wrapped(x, y, weight)
         kept = self.losses.add(loss, (x, y, weight), self.state.step + 1)
-        self._look()
+        self._read_losses()
         self.optimizer.zero_grad(set_to_none=True)
         if self.config.accelerator is None:
             loss.backward()
@@ -251,7 +251,7 @@ class Trainer:
             self.average.update(self.state.step + 1)
         return kept
 
-    def _look(self, all_of_them: bool = False) -> None:
+    def _read_losses(self, all_of_them: bool = False) -> None:
         """Read the losses that have arrived; a bad one ends the training."""
         for loss in self.losses.take(all_of_them):
             if loss.bad:
@@ -264,9 +264,9 @@ class Trainer:
     def _diagnosis(self, loss: Loss) -> str:
         def again() -> None:
             with self._autocast():
-                self.objective.loss(*loss.about)
+                self.objective.loss(*loss.batch)
 
-        place = first_bad_layer(self.net, loss.about[0], again)
+        place = first_bad_layer(self.net, loss.batch[0], again)
         return (
             f"the loss is {float(loss)} at step {loss.step} (epoch {self.state.epoch + 1}) of training a "
             f"{type(self.net).__name__}: {place}; a lower lr or clip= may help"
@@ -307,11 +307,11 @@ class Trainer:
         if isinstance(self.data, DataLoader):
             self.data = accelerator.prepare(self.data)
         else:
-            self.data = _Share(self.data, accelerator.process_index, accelerator.num_processes)
+            self.data = _ProcessBatches(self.data, accelerator.process_index, accelerator.num_processes)
         self.state.batches = operator.length_hint(self.data) or self.state.batches
 
 
-class _Share:
+class _ProcessBatches:
     """Every n-th batch, with equal numbers for all processes."""
 
     def __init__(self, data: Iterable[Any], index: int, processes: int) -> None:

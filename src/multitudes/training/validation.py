@@ -26,7 +26,7 @@ Prepare = Callable[[Any, str], tuple[Input, Tensor, Tensor | None]]
 """`(batch, its name for errors) -> (x, y, weight)`, on the network's device."""
 
 
-def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> tuple[Tensor, Tensor]:
+def validation_scores(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> tuple[Tensor, Tensor]:
     """Return the score of each target, lower is better, and its weight, in the same shape; 0 for ignored targets.
 
     By task: the negative log of the members' mean probability of the class, or of yes or no; the negative log density
@@ -35,7 +35,7 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
     shape.
 
     >>> p = Predictive(torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]]))
-    >>> scored(p, torch.tensor([1]), torch.ones(1))  # log 2
+    >>> validation_scores(p, torch.tensor([1]), torch.ones(1))  # log 2
     (tensor([0.6931]), tensor([1.]))
     """
     reading: Task = p.reading
@@ -61,7 +61,7 @@ class Validation:
             first = next(batches_from(self.batches), None)
         if first is None:
             raise ValueError("validation must hold at least one batch, got none")
-        settle(net, prepare(first, "batch 0 of validation")[0])
+        prepare_for(net, prepare(first, "batch 0 of validation")[0])
         self._sums(net, lambda: [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
@@ -93,7 +93,7 @@ class Validation:
                 try:
                     p = net.predict(x, net.task, seed=mixed(0, number))
                     one = torch.ones(len(p), device=y.device) if weight is None else weight
-                    losses, weights = scored(p, y, one, self.stop_by)
+                    losses, weights = validation_scores(p, y, one, self.stop_by)
                 except ValueError as error:
                     raise ValueError(f"{what}: {error}") from error
                 total, count = total + float((losses * weights).sum()), count + float(weights.sum())
@@ -102,7 +102,7 @@ class Validation:
         return total, count
 
 
-def settle(net: Multitude, x: Input) -> None:
+def prepare_for(net: Multitude, x: Input) -> None:
     """Prepare a network for its first run, and keep the result."""
     with input_errors(x), plain_attention():
         net.settle(x)

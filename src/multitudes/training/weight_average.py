@@ -37,7 +37,7 @@ class MovingAverage:
         torch._foreach_lerp_(self.values, [parameter.detach() for parameter in self.parameters], 1 - rate)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Swap the average into the network inside a block."""
         now = [parameter.detach().clone() for parameter in self.parameters]
         self.apply()
