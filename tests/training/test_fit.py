@@ -145,8 +145,8 @@ def test_the_divergence_is_shared_among_the_examples_of_the_data():
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ((X, Y), r"data must hold batches, got one \(tuple\): pass a list of them"),
-        ({"x": X, "labels": Y}, r"data must hold batches, got one \(dict\)"),
+        ((X, Y), r"data must be a list of batches, got a single tuple: pass \[\(x, y\)\]"),
+        ({"x": X, "labels": Y}, "data must be a list of batches, got a single dict"),
         (TensorDataset(X, Y), "data must come in batches, got a TensorDataset: wrap it in a DataLoader"),
         (None, "data must be an iterable of batches, got NoneType"),
     ],
@@ -169,7 +169,7 @@ def test_bfloat16_that_would_kill_the_process_is_one_sentence(
     code: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial(monkeypatch, code)
-    with pytest.raises(ValueError, match=f"cannot be computed on this CPU.*{reason}.*'float32', or set ONEDNN"):
+    with pytest.raises(ValueError, match=f"does not work on this CPU.*{reason}.*'float32', or set ONEDNN"):
         fit(nn.Linear(8, 3), [(X, Y)], 1, precision="bfloat16")
 
 
@@ -286,11 +286,11 @@ def test_a_checkpoint_is_written_only_when_it_is_due(tmp_path):
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     fit(network(), loader(), 2, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match=r"'.*/c' is of a training with epochs=2, now it is 3: remove"):
+    with pytest.raises(ValueError, match=r"'.*/c' belongs to a training with epochs=2, but now epochs=3: delete"):
         fit(network(), loader(), 3, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match=r"with lr=\[0.05\], now it is \[0.1\]"):
+    with pytest.raises(ValueError, match=r"with lr=\[0.05\], but now lr=\[0.1\]"):
         fit(network(), loader(), 2, lr=0.1, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match="does not fit the model: it holds '1.bias'"):
+    with pytest.raises(ValueError, match="does not fit the model: '1.bias' is unexpected"):
         fit(nn.Sequential(nn.Linear(8, 3)), loader(), 2, checkpoint=tmp_path / "c")
 
 
@@ -333,16 +333,16 @@ def test_bad_inputs_and_weights_are_named_and_a_bad_step_changes_no_parameter():
         ({"optimizer": "sdg"}, "optimizer must be one of sgd, adam, adamw, or a torch optimizer, got 'sdg'"),
         ({"lr": -1}, "lr must be above 0, got -1"),
         ({"schedule": "cosin"}, "schedule must be one of constant, cosine, cyclic, linear, multistep, got 'cosin'"),
-        ({"schedule": {"name": "cyclic", "turns": 2}}, "schedule 'cyclic' has no such setting: .*turns"),
+        ({"schedule": {"name": "cyclic", "turns": 2}}, "schedule 'cyclic' does not accept these settings: .*turns"),
         ({"warmup": 1}, "warmup must be 0 or more and below 1, got 1"),
         ({"precision": "half"}, "precision must be one of auto, float32, bfloat16, got 'half'"),
         ({"clip": 0}, "clip must be above 0, got 0"),
         ({"seed": -1}, "seed must be None or a whole number, .* got -1"),
-        ({"optimizer": lambda p: torch.optim.SGD(p, 1), "lr": 0.1}, "lr=0.1 is for an optimizer by name"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, 1), "lr": 0.1}, "lr=0.1 applies to an optimizer by name only"),
         ({"data": []}, "data must hold at least one batch in every epoch, got none in epoch 1"),
         ({"data": [X]}, r"batch 0 of data must have targets, \(x, y\), got an input alone"),
         ({"net": "resnet"}, "net must be a multitude or a network, got str"),
-        ({"net": nn.ReLU()}, "net must have parameters that learn, got none"),
+        ({"net": nn.ReLU()}, "net must have parameters with requires_grad, got none"),
     ],
 )
 def test_bad_arguments_are_named(options, sentence):

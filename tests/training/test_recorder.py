@@ -134,7 +134,7 @@ def test_every_nth_step_is_recorded() -> None:
 def test_a_recording_on_disk_is_continued_only_when_asked(tmp_path: Path) -> None:
     net = Scalar()
     recorded(net, 1, 2, 3, keep=2, folder=tmp_path / "new" / "run")
-    with pytest.raises(ValueError, match="holds a recording already: pass resume=True"):
+    with pytest.raises(ValueError, match="already holds a recording: pass resume=True"):
         Recorder(net, keep=2, folder=tmp_path / "new" / "run")
     again = recorded(net, 4, keep=2, folder=tmp_path / "new" / "run", resume=True)
     assert [state["weight"].item() for state in again] == [3.0, 4.0]
@@ -198,7 +198,7 @@ def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Pat
         (lambda: Recorder(Scalar(), every=1.5), "every must be a whole number, 1 or more"),
         (lambda: Recorder(Scalar(), keep=True), "keep must be a whole number, 1 or more"),
         (lambda: Recorder({}), "net must be an nn.Module, got dict"),
-        (lambda: Recorder(Scalar(), resume=True), "resume=True needs the folder"),
+        (lambda: Recorder(Scalar(), resume=True), "resume=True needs folder="),
         (lambda: Recorder(Scalar()).mean, "nothing has been recorded yet"),
         (lambda: Recorder(nn.LazyLinear(3)).record(), "parameter 'weight' has no shape yet"),
     ],
@@ -230,9 +230,9 @@ STATE = LINEAR.state_dict()
         ([STATE, LINEAR], r"checkpoints\[1\] must be a state dict, got Linear"),
         ([], "checkpoints must be 1 or more, got 0"),
         (Recorder(LINEAR), "checkpoints must be 1 or more, got 0"),
-        ([STATE, {"weight": STATE["weight"]}], r"checkpoints\[1\] does not fit the model: it lacks 'bias'"),
-        ([STATE | {"more": STATE["bias"]}], r"checkpoints\[0\] does not fit the model: it holds 'more'"),
-        ([nn.Linear(2, 4).state_dict()], r"'weight' has shape \[4, 2\] against \[3, 2\]"),
+        ([STATE, {"weight": STATE["weight"]}], r"checkpoints\[1\] does not fit the model: 'bias' is missing"),
+        ([STATE | {"more": STATE["bias"]}], r"checkpoints\[0\] does not fit the model: 'more' is unexpected"),
+        ([nn.Linear(2, 4).state_dict()], r"'weight' has shape \[4, 2\], not \[3, 2\]"),
     ],
 )
 def test_checkpoints_that_do_not_fit_are_refused(checkpoints: object, sentence: str) -> None:
@@ -326,7 +326,7 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
     for data in (x, (x, torch.zeros(3))):
         with pytest.raises(ValueError, match="accuracy needs classes as targets"):
             accuracy(nn.Identity(), {}, Batches(data))
-    with pytest.raises(ValueError, match=r"classes of shape \[3, 1\] for answers of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"classes of shape \[3, 1\], predictions have \[3\]"):
         accuracy(nn.Identity(), {}, Batches((x, torch.zeros(3, 1, dtype=torch.int64))))
 
 

@@ -278,10 +278,10 @@ def test_without_validation_there_are_no_scores():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"patience": 3}, r"patience=3 needs a score to wait for: pass validation="),
+        ({"patience": 3}, r"patience=3 needs a validation score: pass validation="),
         ({"patience": 0, "validation": HELD}, "patience must be a whole number, 1 or more, got 0"),
         ({"validation": []}, "validation must hold at least one batch, got none"),
-        ({"validation": (HELD_X, HELD_Y)}, r"validation must hold batches, got one \(tuple\)"),
+        ({"validation": (HELD_X, HELD_Y)}, r"validation must be a list of batches, got a single tuple"),
         ({"validation": 3}, "validation must be an iterable of batches, got int"),
         ({"validation": [HELD_X]}, r"batch 0 of validation must have targets, \(x, y\), got an input alone"),
         ({"validation": [(HELD_X[:, :5], HELD_Y)]}, r"batch 0 of validation: x of shape \[40, 5\]"),
@@ -303,13 +303,13 @@ def test_bad_arguments_are_named_before_the_first_step(options, sentence):
 
 
 def test_validation_that_weighs_nothing_is_one_sentence():
-    with pytest.raises(ValueError, match="validation must hold at least one target that counts, got weights of 0"):
+    with pytest.raises(ValueError, match="validation must have at least one target with a weight above 0"):
         fit(network(), loader(), 2, validation=[(HELD_X, HELD_Y, torch.zeros(40))])
 
 
 def test_a_checkpoint_of_a_training_with_another_validation_is_refused(tmp_path):
     fit(network(), loader(), 2, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match=r"is of a training with stop_by=None, now it is 'score'"):
+    with pytest.raises(ValueError, match=r"belongs to a training with stop_by=None, but now stop_by='score'"):
         fit(network(), loader(), 2, checkpoint=tmp_path / "c", validation=HELD)
 
 

@@ -305,15 +305,15 @@ def test_balanced_weights_leave_the_random_state_of_the_training_alone():
         ({"class_weight": "even"}, "class_weight must be None, 'balanced', or one finite number, .* got 'even'"),
         ({"class_weight": [1.0, -1.0, 1.0]}, r"class_weight must be None, 'balanced', or one finite number"),
         ({"class_weight": []}, r"class_weight must be None, 'balanced', or one finite number"),
-        ({"class_weight": [1.0, 2.0]}, "class_weight must hold one number for each class, got 2 and a class 2"),
-        ({"class_weight": [1.0, 2.0, 3.0, 4.0]}, "for each class, got 4 for a network of 3"),
-        ({"class_weight": "balanced", "data": iter([(X, RARE)])}, "data is a list_iterator that can be iterated only"),
+        ({"class_weight": [1.0, 2.0]}, "class_weight must hold one number for each class, got 2, but y contains 2"),
+        ({"class_weight": [1.0, 2.0, 3.0, 4.0]}, "for each of the 3 classes, got 4"),
+        ({"class_weight": "balanced", "data": iter([(X, RARE)])}, "a list_iterator can be iterated only"),
         (
             {"class_weight": [1.0, 2.0], "task": "regression"},
-            "class_weight is for task .*, and the task is 'regression'",
+            "class_weight needs task .*, got task 'regression'",
         ),
-        ({"class_weight": "balanced", "data": [(X, X[:, :3].softmax(1))]}, "counts classes, and y holds probabilities"),
-        ({"class_weight": [1, 1, 1], "data": [(X, X[:, :3].softmax(1))]}, "for targets that are classes, got probab"),
+        ({"class_weight": "balanced", "data": [(X, X[:, :3].softmax(1))]}, "needs classes as targets, got probabilities"),
+        ({"class_weight": [1, 1, 1], "data": [(X, X[:, :3].softmax(1))]}, "needs classes as targets, got probab"),
     ],
 )
 def test_bad_weights_of_classes_are_named(options, sentence):

@@ -1,8 +1,8 @@
 """Decompose torch functions that ONNX lacks or gets wrong.
 
-Some of the exporter's translations agree with torch for usual numbers only: the log of a sigmoid is minus infinity
-below -88, and -7 % 0.7 is 0. Checks on an example do not reveal this, so these functions are replaced before the
-export. Each function here has the signature of torch's operator, and is tested against it.
+Some translations of torch's exporter agree with torch for usual numbers only: the log of a sigmoid is minus infinity
+below -88, and -7 % 0.7 is 0. The verification on an example cannot find this. Each function here has the signature of
+a torch operator, and tests compare it with the operator.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """Return the distance of two numbers; 0 for two equal infinities."""
+    """Return the distance of two numbers; 0 for equal infinities."""
     return torch.where(x == y, torch.zeros_like(x), (x - y).abs())
 
 
 def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Compute the log of each prefix sum separately: a running sum would lose small terms."""
+    """Compute each prefix separately: a running sum would lose small terms."""
     x = x.movedim(dim, -1)
     before = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
     return torch.where(before, x.unsqueeze(-2), -torch.inf).logsumexp(-1).movedim(-1, dim)
@@ -51,14 +51,13 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def _remainder(x: Number, y: Number) -> Tensor:
-    """Use the exact `fmod`, with the divisor's sign; x - y * floor(x / y) is off by y if x / y is rounded."""
+    """Use the exact `fmod`: x - y * floor(x / y) is off by y if x / y is rounded."""
     dividend, divisor = _promoted(x, y)
     rest = torch.fmod(dividend, divisor)
     return torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
 
 
 def _floor_divide(x: Number, y: Number) -> Any:
-    """Divide as torch does, using `fmod`."""
     dividend, divisor = _promoted(x, y)
     if not dividend.is_floating_point():
         return NotImplemented  # integer division is exact
@@ -75,7 +74,7 @@ def _divide(x: Number, y: Number, rounding_mode: str | None = None) -> Any:
 
 
 def _promoted(x: Number, y: Number) -> tuple[Tensor, Tensor]:
-    """Return both as tensors of the result dtype, on the device of either."""
+    """Return both as tensors of the result dtype on one device."""
     dtype = torch.result_type(x, y)
     device = x.device if isinstance(x, Tensor) else y.device if isinstance(y, Tensor) else None
     one, other = (
@@ -149,7 +148,7 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """Count the knots `[..., K]` below each value `[..., N]`, or with right=True those not above it."""
+    """Count the knots `[..., K]` below each value `[..., N]`, with `right=True` including equal ones."""
     if sorter is not None:
         _unsupported("torch.searchsorted with a sorter")()
     knots, values = knots.unsqueeze(-2), values.unsqueeze(-1)
@@ -167,7 +166,7 @@ def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
 
 
 def _unsupported(name: str) -> Callable[..., Any]:
-    """Refuse a function whose ONNX translation is inaccurate."""
+    """Return a function that refuses an operator whose ONNX translation is inaccurate."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"ONNX has no operator for {name}")
@@ -190,7 +189,7 @@ def _std_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return two outputs from two functions: the exporter fails on the combined one after decompositions."""
+    """Use two functions, because the exporter fails on the combined one after decompositions."""
     correction = int(unbiased) if correction is None else correction
     return torch.std(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim)
 
@@ -200,7 +199,7 @@ def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    """Run 3-d attention as 4-d with one head: the exporter supports no other."""
+    """Run 3-d attention as 4-d with one head, the only form that the exporter supports."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     if query.dim() != 3 or enable_gqa or dropout_p:
         return NotImplemented
@@ -237,4 +236,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cdist.default: _cdist,
     aten.scaled_dot_product_attention.default: _attention,
 }
-"""Replacements of torch operators for the export; NotImplemented keeps the operator."""
+"""Decompositions by torch operator; one that returns NotImplemented keeps the operator."""

@@ -1,4 +1,4 @@
-"""Hold back Ctrl-C and SIGTERM until a training has saved itself."""
+"""Defer Ctrl-C and SIGTERM until a training has written its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class DeferredSignals:
-    """Hold back SIGINT (Ctrl-C) and SIGTERM inside a `with`; deliver them on `deliver`, or at its end.
+    """Defer SIGINT (Ctrl-C) and SIGTERM inside a `with` block, until `deliver` or the end of the block.
 
-    A second Ctrl-C is not held back. Only a process's main thread can hold signals; in other threads nothing happens.
+    A second Ctrl-C is delivered at once. Outside the main thread this has no effect.
 
     >>> try:
-    ...     with DeferredSignals() as held:
+    ...     with DeferredSignals() as signals:
     ...         signal.raise_signal(signal.SIGINT)
-    ...         print(held.pending)
+    ...         print(signals.pending)
     ... except KeyboardInterrupt:
     ...     print("now")
     True
@@ -29,11 +29,11 @@ class DeferredSignals:
 
     @property
     def pending(self) -> bool:
-        """True if a signal has arrived."""
+        """Whether a signal has arrived."""
         return self._number is not None
 
     def deliver(self) -> None:
-        """Deliver the signal that has arrived, by default as KeyboardInterrupt or the end of the process."""
+        """Restore the handlers, and raise the signal that has arrived."""
         self._release()
         number, self._number = self._number, None
         if number is not None:
@@ -43,7 +43,7 @@ class DeferredSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):
-                    self._before[number] = signal.signal(number, self._note)
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -51,7 +51,7 @@ class DeferredSignals:
             self.deliver()
         self._release()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         again = number == self._number == signal.SIGINT
         self._number = number
         if again:

@@ -1,4 +1,4 @@
-"""The losses of a training, read without waiting for the device if possible: `DelayedLosses`."""
+"""Read losses without waiting for the GPU, where possible."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 
 class Loss:
-    """The loss of a step, converted to a number on demand, with the data that it belongs to."""
+    """The loss of a step, converted to a number on demand, with its batch."""
 
     def __init__(self, value: Tensor, batch: Any, step: int) -> None:
         self.batch, self.step = batch, step
         self._arrived: torch.cuda.Event | None = None
         self._value = value
-        if value.device.type == "cuda":  # asynchronous copy: reading waits for this number only, not for later work
+        if value.device.type == "cuda":  # reading then waits for this copy only, not for later work
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(value.device))
@@ -29,15 +29,15 @@ class Loss:
 
     @property
     def bad(self) -> bool:
-        """True if it is NaN or infinite."""
+        """Whether the loss is NaN or infinite."""
         return not math.isfinite(float(self))
 
 
 class DelayedLosses:
-    """Keep a bad loss from changing the weights, and wait for a loss only if there is no other way.
+    """Losses that are not read yet; a bad loss must not change the weights.
 
-    A fused optimizer on a GPU skips steps itself if `found_inf` is set, so that a loss can be read while the next step
-    runs. Any other optimizer waits for the loss.
+    A fused optimizer on a GPU skips a step if `found_inf` is set, so its losses are read one step later. With other
+    optimizers, each loss is read before its step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -47,7 +47,7 @@ class DelayedLosses:
         self._bad: Tensor | None = None
 
     def add(self, value: Tensor, batch: Any, step: int) -> Loss:
-        """Add the loss of a step before the optimizer runs; a fused one then skips the step unless it is finite."""
+        """Add the loss of a step, before the optimizer runs; a fused one then skips the step if the loss is bad."""
         loss = Loss(value.detach(), batch, step)
         self._unread.append(loss)
         if self.late:
@@ -57,19 +57,19 @@ class DelayedLosses:
         return loss
 
     def take(self, all_of_them: bool = False) -> list[Loss]:
-        """Return the losses not taken yet; leave the last one for the next call if the optimizer is fused."""
+        """Return the losses not returned yet; with a fused optimizer, keep the last one for the next call."""
         count = len(self._unread) - (self.late and not all_of_them)
         taken, self._unread = self._unread[:count], self._unread[count:]
         return taken
 
     def close(self) -> None:
-        """Restore the optimizer."""
+        """Remove `found_inf` from the optimizer."""
         if hasattr(self.optimizer, "found_inf"):
             del self.optimizer.found_inf
 
 
 def can_skip_steps(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer skips a step if its `found_inf`, a tensor on its GPU, is 1.
+    """Return whether the optimizer skips steps if its `found_inf`, a tensor on the GPU, is 1.
 
     >>> can_skip_steps(torch.optim.SGD([torch.zeros(1)], fused=True))
     False

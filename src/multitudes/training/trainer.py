@@ -1,4 +1,4 @@
-"""The loop of `fit`: `Trainer`, and its reports."""
+"""`Trainer`: the loop of `fit`, and what it reports."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from multitudes.training.weight_average import MovingAverage
 
 @dataclass(frozen=True)
 class Epoch:
-    """Results of an epoch, counted from 1: the mean loss of its batches, the learning rate of its last step."""
+    """Results of an epoch (counted from 1): mean loss of its batches, learning rate of its last step."""
 
     epoch: int
     loss: float
     lr: float
     seconds: float
     validation: float | None = None
-    """The score on the validation data after it, lower is better, if there are any."""
+    """The validation score after the epoch, lower is better; None without validation data."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a training, passed to callbacks after each step; a callback that returns True ends the training."""
+    """Progress of a training, passed to callbacks after each step and each epoch."""
 
     net: nn.Module
     epoch: int
     epochs: int
     batch: int
-    """The number of finished batches of the epoch, out of `batches` if that is known."""
+    """Number of finished batches of the epoch, out of `batches` (None if unknown)."""
     batches: int | None
     step: int
     last: Loss | float
     lr: float
     epoch_ended: bool
     validation: float | None = None
-    """The score on the validation data, if there are any and the epoch has ended."""
+    """The validation score, if the epoch has ended and there are validation data."""
 
     @property
     def loss(self) -> float:
-        """The loss of the last batch, or the mean of a finished epoch. Reading it may wait for a GPU."""
+        """Loss of the last batch, or mean loss of a finished epoch. Reading it may wait for a GPU."""
         return float(self.last)
 
 
@@ -72,7 +72,7 @@ Callback = Callable[[Progress], bool | None]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training, checked."""
+    """Checked settings of a training."""
 
     schedule: Schedule
     dtype: torch.dtype | None
@@ -88,7 +88,7 @@ class TrainConfig:
 
 
 class Trainer:
-    """The loop of `fit`: one step after the other, from the start or from a checkpoint."""
+    """The training loop, from the start or from a checkpoint."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Trainer:
         self.device = device_in(self.net)
 
     def run(self) -> list[Epoch]:
-        """Train to the end; if validated, the network then has the weights of its best epoch."""
+        """Train to the end; with validation, restore the weights of the best epoch."""
         if self.checkpoint is not None:
             self.checkpoint.load(self.state, self.net, self.optimizer, self._settings())
         if self.config.compile:
@@ -137,7 +137,7 @@ class Trainer:
         return [Epoch(**epoch) for epoch in self.state.history]
 
     def _deferred_signals(self) -> AbstractContextManager[DeferredSignals | None]:
-        """Hold back signals until a step ends, if there is a checkpoint and a single process."""
+        """Defer signals until a step ends, if there is a checkpoint and one process."""
         alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
         return DeferredSignals() if self.checkpoint is not None and alone else nullcontext()
 
@@ -166,14 +166,16 @@ class Trainer:
         self._save_if_due(epoch_ended=True)
 
     def _validate(self) -> float | None:
-        """Score the network after an epoch, and copy its weights if they are the best so far."""
+        """Score the network after an epoch; copy its weights if they are the best so far."""
         validation, state = self.config.validation, self.state
         if validation is None:
             return None
         while (score := self._score(validation)) is None:
-            self._save_if_due()  # saves the epoch's last step; resuming computes the score again
+            self._save_if_due()  # scoring was interrupted: save the last step, and score again on resume
         accelerator = self.config.accelerator
-        if accelerator is not None and accelerator.num_processes > 1:  # buffers may differ; the first decides
+        if (
+            accelerator is not None and accelerator.num_processes > 1
+        ):  # buffers may differ, so the first process decides
             score = float(accelerator.gather(torch.tensor([score], dtype=torch.float64, device=self.device))[0])
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
@@ -185,25 +187,25 @@ class Trainer:
 
     def _score(self, validation: Validation) -> float | None:
         with nullcontext() if self.average is None else self.average.swapped_in():
-            return validation.score(self.net, self._on_device, self._asked_to_end)
+            return validation.score(self.net, self._on_device, self._signal_pending)
 
-    def _asked_to_end(self) -> bool:
+    def _signal_pending(self) -> bool:
         return self.signals is not None and self.signals.pending
 
     def _save_if_due(self, epoch_ended: bool = False) -> None:
-        """Save the training if that is due or the process is asked to end; deliver the signal afterwards."""
-        held = self.signals if self._asked_to_end() else None
-        if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
+        """Save the training if a checkpoint is due or a signal is pending; then deliver the signal."""
+        signals = self.signals if self._signal_pending() else None
+        if signals or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
             self._read_losses(all_of_them=True)
             self._save()
-        if held:
-            held.deliver()
+        if signals:
+            signals.deliver()
 
     def _batches(self) -> Iterator[tuple[Input, Tensor, Tensor | None]]:
         """Iterate the rest of the current epoch, on the network's device."""
         state, done = self.state, self.state.batch
         now = random_state(self.device)
-        if done:  # the epoch's first random state determines the order of batches
+        if done:  # it determines the order of batches
             set_random_state(state.epoch_random, self.device)
         else:
             state.epoch_random = now
@@ -214,7 +216,7 @@ class Trainer:
             yield self._on_device(batch, f"batch {number} of data")
 
     def _on_device(self, batch: Any, what: str) -> tuple[Input, Tensor, Tensor | None]:
-        """Return input, targets and weights of a batch, which errors call `what`."""
+        """Return input, targets and weights of a batch, named `what` in errors."""
         x, y = split_batch(batch)
         if y is None:
             raise ValueError(f"{what} must have targets, (x, y), got an input alone")
@@ -234,7 +236,7 @@ class Trainer:
         if self.config.class_weights is not None:
             self.config.class_weights.check(self.net, x)
         if self.config.compile and self.state.step == 0:
-            self.net._prepare(x)  # cannot run during compilation
+            self.net._prepare(x)  # not possible during compilation
         with self._autocast():
             loss = self.wrapped(x, y, weight)
         kept = self.losses.add(loss, (x, y, weight), self.state.step + 1)
@@ -252,7 +254,7 @@ class Trainer:
         return kept
 
     def _read_losses(self, all_of_them: bool = False) -> None:
-        """Read the losses that have arrived; a bad one ends the training."""
+        """Add up the losses that are available; raise an error for a bad one."""
         for loss in self.losses.take(all_of_them):
             if loss.bad:
                 raise FloatingPointError(self._diagnosis(loss))
@@ -269,7 +271,7 @@ class Trainer:
         place = first_bad_layer(self.net, loss.batch[0], again)
         return (
             f"the loss is {float(loss)} at step {loss.step} (epoch {self.state.epoch + 1}) of training a "
-            f"{type(self.net).__name__}: {place}; a lower lr or clip= may help"
+            f"{type(self.net).__name__}: {place}; try a lower lr, or clip="
         )
 
     def _call_back(self, loss: Loss | float, epoch_ended: bool = False, validation: float | None = None) -> None:
@@ -288,7 +290,7 @@ class Trainer:
             self.checkpoint.save(self.state, self.net, self.optimizer, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that must equal those of a checkpoint to resume from it."""
+        """Return the settings that must match a checkpoint to resume from it."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # unwrap Accelerate's
         validation = self.config.validation
         return {
@@ -301,7 +303,7 @@ class Trainer:
         }
 
     def _distribute(self, accelerator: Any) -> None:
-        """Wrap the objective to synchronise gradients, and give each process its share of the batches."""
+        """Wrap the objective to synchronize gradients, and distribute the batches over processes."""
         self.device = accelerator.device
         self.wrapped, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
         if isinstance(self.data, DataLoader):
@@ -312,11 +314,11 @@ class Trainer:
 
 
 class _ProcessBatches:
-    """Every n-th batch, with equal numbers for all processes."""
+    """Every n-th batch; all processes get equally many."""
 
     def __init__(self, data: Iterable[Any], index: int, processes: int) -> None:
         self.data, self.index, self.processes = data, index, processes
-        if hasattr(data, "start"):  # data that can start at any batch of any epoch
+        if hasattr(data, "start"):  # the data can start at any batch of any epoch
             self.start = lambda epoch, batch: data.start(epoch, batch * processes)
 
     def __length_hint__(self) -> int:
@@ -333,7 +335,7 @@ class _ProcessBatches:
 
 @torch.no_grad()
 def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str:
-    """Name the input, weight or layer output that first holds NaN or infinity when `compute` runs `net` on `x`."""
+    """Describe the first NaN or infinity, in the input, the weights or a layer's output, when `compute` runs `net`."""
     if any(_bad(tensor) for tensor in tensors_in(x)):
         return "the input holds NaN or infinite values"
     for name, parameter in net.named_parameters():
@@ -343,13 +345,13 @@ def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str
 
     def look(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         if not found and isinstance(output, Tensor) and _bad(output):
-            found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first to hold such values")
+            found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first with such values")
 
     layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
     members = [net] if isinstance(net, Members) else []
-    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need layers that run one by one
+    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need the loop runner
         compute()
-    return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
+    return found[0] if found else "every layer's output is finite in a second run, so the loss itself overflows"
 
 
 def _bad(tensor: Tensor) -> bool:

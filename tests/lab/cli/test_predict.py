@@ -243,11 +243,11 @@ def test_a_precision_that_this_machine_cannot_compute_in_is_refused(
 ) -> None:
     def cannot(precision: str, device: object) -> None:
         if precision == "bfloat16":
-            raise ValueError("precision='bfloat16' cannot be computed on this CPU")
+            raise ValueError("precision='bfloat16' does not work on this CPU")
 
     monkeypatch.setattr("multitudes.lab.study.run.trained_network.check_precision", cannot)
     inputs = draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8)) if command == "predict" else []
-    assert "--precision 'bfloat16' cannot" in refuses(command, deep, *inputs, "--precision", "bfloat16")
+    assert "--precision 'bfloat16' does not work" in refuses(command, deep, *inputs, "--precision", "bfloat16")
 
 
 def test_what_is_no_network_is_refused(images: Run, deep: Path, elsewhere: Path) -> None:
