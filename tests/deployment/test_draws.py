@@ -1,4 +1,4 @@
-"""Draws as CUDA graphs take them: a function of the input and of the random numbers, which are those of the seed."""
+"""Draws for CUDA graphs: a function of the input and of a seed's random numbers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from multitudes.deployment.engines import TorchEngine
 from multitudes.deployment.fusion import count_convolutions, fuse_convolutions
 from multitudes.deployment.graph_draws import draw_function, noise_of
 from multitudes.deployment.operation_graph import CannotTrace, check_synchronization, trace
-from multitudes.deployment.preparation import prepared
+from multitudes.deployment.preparation import prepare_network
 from tests.zoo import cases, drawing_cases
 
 QUICK = {("mc_dropout", "resnet"), ("drop_connect", "mlp"), ("patched_cross", "cnn"), ("variance", "vit"),
          ("laplace", "group_norm")}  # fmt: skip
-METHODS = [name for name in (*drawing_cases.LEARNING, "laplace")]
 CASES = [
     pytest.param(method, network, marks=() if (method, network) in QUICK else pytest.mark.slow)
-    for method in METHODS
+    for method in (*drawing_cases.LEARNING, "laplace")
     for network in cases.NETWORKS
 ]
-
-
-def deep_of_dropout() -> tuple[mt.Multitude, Tensor]:
-    return mt.deep_ensemble(drawing_cases.build("mc_dropout", "cnn"), 3).eval(), cases.NETWORKS["cnn"].batch(5)[0]
 
 
 def filled(net: mt.Multitude, x: Tensor, draws: int, seed: int) -> tuple[TorchEngine, list[Tensor]]:
@@ -37,11 +32,11 @@ def filled(net: mt.Multitude, x: Tensor, draws: int, seed: int) -> tuple[TorchEn
 
 
 @pytest.mark.parametrize(("method", "network"), CASES)
-def test_given_the_numbers_of_a_seed_draws_are_those_of_the_network(method: str, network: str) -> None:
+def test_the_numbers_of_a_seed_give_the_draws_of_the_network(method: str, network: str) -> None:
     net = drawing_cases.build(method, network).eval()
     x = cases.NETWORKS[network].batch(5)[0]
     with torch.no_grad():
-        quick, _ = prepared(net, x, {"draws": 2, "seed": 0})
+        quick, _ = prepare_network(net, x, {"draws": 2, "seed": 0})
         plain, numbers = filled(quick, x, draws=4, seed=7)
         call = draw_function(plain, x)
         want = net(x, draws=4, seed=7)
@@ -55,8 +50,8 @@ def test_given_the_numbers_of_a_seed_draws_are_those_of_the_network(method: str,
 
 
 @torch.no_grad()
-def test_members_that_draw_have_numbers_of_their_own() -> None:
-    net, x = deep_of_dropout()
+def test_members_draw_from_their_own_numbers() -> None:
+    net, x = mt.deep_ensemble(drawing_cases.build("mc_dropout", "cnn"), 3).eval(), cases.NETWORKS["cnn"].batch(5)[0]
     plain, numbers = filled(net, x, draws=4, seed=1)
     torch.testing.assert_close(draw_function(plain, x)(x, *numbers), net(x, draws=4, seed=1))
 
@@ -76,7 +71,7 @@ def test_without_a_seed_numbers_follow_torchs_random_state() -> None:
 
 
 @torch.no_grad()
-def test_convolutions_after_the_first_draw_are_fused_as_well() -> None:
+def test_convolutions_after_the_first_draw_are_fused_too() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,15 +90,15 @@ def test_convolutions_after_the_first_draw_are_fused_as_well() -> None:
 
 
 @pytest.mark.parametrize("method", ["swag", "subspace"])
-def test_draws_with_nothing_in_common_are_refused(method: str) -> None:
+def test_draws_without_shared_computation_are_refused(method: str) -> None:
     net = drawing_cases.build(method, "mlp").eval()
     x = cases.NETWORKS["mlp"].batch(5)[0]
-    with pytest.raises(CannotTrace, match="nothing in common"):
+    with pytest.raises(CannotTrace, match="share no computation"):
         noise_of(TorchEngine(net, None, x), x, 3)
 
 
-def test_what_waits_for_values_is_found() -> None:
-    """On the meta device, since a CPU has nobody to wait for."""
+def test_synchronization_is_detected() -> None:
+    """Uses the meta device, since the CPU never synchronizes with itself."""
     with pytest.raises(CannotTrace, match="copies between devices"):
         check_synchronization(lambda x: x + torch.zeros(3).to("meta"), [torch.ones(3, device="meta")])
     check_synchronization(lambda x: x[x > 0].sum(), [torch.ones(3)])

@@ -90,11 +90,11 @@ def test_members_that_draw_have_graphs() -> None:
 
 
 @torch.no_grad()
-def test_draws_with_nothing_in_common_go_on_without_graphs() -> None:
+def test_draws_without_shared_computation_run_without_graphs() -> None:
     net = drawing_cases.build("swag", "mlp").cuda().eval()
     x = cases.NETWORKS["mlp"].batch(8)[0].cuda()
     deployed = deploy(net, x, precision="float32")
-    assert "CUDA graphs  none: its draws have nothing in common" in deployed.summary()
+    assert "CUDA graphs  none: its draws share no computation" in deployed.summary()
     assert off(deployed(x, seed=2), net(x, seed=2)) < 0.01
 
 
@@ -155,7 +155,7 @@ def test_code_that_looks_at_values_has_no_graph_and_is_right() -> None:
 
 
 def test_other_sizes_get_graphs_when_they_come_again_and_no_more_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     net = mt.deep_ensemble(OfAnySize(), 2).cuda().eval()
     deployed = deploy(net, torch.randn(4, 3, 8, 8, device="cuda"), batch_sizes=[2], precision="float32")
     for _ in range(3):

@@ -80,7 +80,9 @@ def test_a_training_that_is_taken_up_again_has_the_same_average(steps: int, tmp_
     mt.fit(again, batches(), checkpoint=tmp_path / "c", checkpoint_seconds=0, **how)
     for one, other in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="belongs to a training with average=0.9, but now average=0.5: delete the file"):
+    with pytest.raises(
+        ValueError, match="belongs to a training with average=0.9, but now average=0.5: delete the file"
+    ):
         mt.fit(mt.Multitude(network()), batches(), checkpoint=tmp_path / "c", **(how | {"average": 0.5}))
 
 

@@ -312,7 +312,10 @@ def test_balanced_weights_leave_the_random_state_of_the_training_alone():
             {"class_weight": [1.0, 2.0], "task": "regression"},
             "class_weight needs task .*, got task 'regression'",
         ),
-        ({"class_weight": "balanced", "data": [(X, X[:, :3].softmax(1))]}, "needs classes as targets, got probabilities"),
+        (
+            {"class_weight": "balanced", "data": [(X, X[:, :3].softmax(1))]},
+            "needs classes as targets, got probabilities",
+        ),
         ({"class_weight": [1, 1, 1], "data": [(X, X[:, :3].softmax(1))]}, "needs classes as targets, got probab"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Capture a network's kernels for inputs of one shape as one CUDA graph, with fused convolutions.
+"""Capture a network's kernels for one input shape as a CUDA graph.
 
-A network of convolutions is traced, its convolutions are fused, and each runs in its fastest way; so does a stochastic
-network. Any other is compiled. For members, all promising ways to run them are captured, and the fastest is kept.
+A convolutional network, or one that draws, is traced and its convolutions are fused. Any other network is compiled. For
+members, all promising runners are captured, and the fastest graph is kept.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SummaryRows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """A function to capture: how its members and convolutions run, and rows for the summary."""
+    """A function to capture, its runner, the ways of its convolutions, and rows of the summary."""
 
-    function: Callable[..., Tensor]  # holds the weights that a graph reads
+    function: Callable[..., Tensor]  # keeps the weights that the graph reads
     runner: str
     ways: Sequence[Way]
     summary_rows: SummaryRows
 
 
 class Captured:
-    """One CUDA graph: inputs are copied to its input tensors, and outputs to a new tensor.
+    """One CUDA graph. A call copies inputs to its input tensors, and its output to a new tensor.
 
-    `noise` holds the random numbers of its draws, which are generated inside the graph.
+    The graph generates the random numbers in `noise`.
     """
 
     def __init__(self, plan: CapturePlan, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
@@ -87,9 +87,9 @@ class Captured:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Record kernels, and numbers of these generators, into a graph inside the context, instead of running them.
+    """Capture kernels in a graph inside the context, including random numbers of these generators.
 
-    On failure, torch's random state, allocator and current stream are restored.
+    If that fails, torch's random state, allocator and current stream are restored.
     """
     for generator in generators:
         graph.register_generator_state(generator)
@@ -112,9 +112,8 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch
 
 
 def _recover(pool: Any) -> None:
-    """Reset torch's state after a failed capture, which torch does not notice: otherwise all further random numbers
-    of the device raise. A successful capture resets it."""
-    with suppress(RuntimeError, AttributeError):  # torch has noticed
+    """Reset torch's state after a failed capture by a successful one, or else random functions of the device raise."""
+    with suppress(RuntimeError, AttributeError):  # torch has ended it already
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
@@ -124,7 +123,7 @@ def _recover(pool: Any) -> None:
 
 @contextmanager
 def _cudnn_benchmark() -> Iterator[None]:
-    """Let cuDNN benchmark its algorithms inside the context."""
+    """Turn cuDNN's benchmarks on inside the context."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     try:
         yield
@@ -133,7 +132,7 @@ def _cudnn_benchmark() -> Iterator[None]:
 
 
 def _warm_up(function: Callable[[], Any]) -> None:
-    """Call a function a few times on a separate stream, as required before a capture."""
+    """Call a function a few times on another stream, as a capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -143,7 +142,7 @@ def _warm_up(function: Callable[[], Any]) -> None:
 
 
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
-    """Time the kernels of a call, excluding launch time; infinite if it cannot be captured."""
+    """Time the kernels of a call, without launches; infinite if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         with _cudnn_benchmark():
@@ -176,7 +175,7 @@ def capture(
 ) -> Captured:
     """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
-    With the plan of a graph for another size, the slow timing and compiling is skipped.
+    With `like`, the plan of a graph for another size, the slow timing and compiling are skipped.
     """
     best: Captured | None = None
     reason = ""
@@ -190,7 +189,7 @@ def capture(
             found = Captured(make(call, tensors, runner, like), x, batched, pool, noise)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
+            reason = f"not enough memory for a graph ({str(error).splitlines()[0]})"
             continue
         except (RuntimeError, ValueError) as error:  # includes CannotTrace
             reason = reason or str(error).strip().splitlines()[0]
@@ -203,8 +202,8 @@ def capture(
 
 
 def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
-    """Return the candidate ways to run members: batched kernels, or one member after the other."""
-    if not isinstance(net, Members) or draws:  # stochastic members run one after the other
+    """Return the runners to try: batched kernels, or one member after the other."""
+    if not isinstance(net, Members) or draws:  # members that draw run one after the other
         return [""]
     if not _convolves(net):
         return ["loop" if net.refusal("vmapped", x) else "vmapped"]
@@ -212,13 +211,13 @@ def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
 
 
 def _convolves(net: Multitude) -> bool:
-    """Return whether a network has at least as many convolution kernels as matrices."""
+    """Return whether a network has 2-d convolutions, and at least as many convolution kernels as matrices."""
     ranks = [parameter.dim() for parameter in net.network.parameters()]
     return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
 
 
 def _forward_function(plain: TorchEngine, x: Input, runner: str) -> Callable[..., Tensor]:
-    """Wrap a network as a function of the tensors in `x`."""
+    """Return the network as a function of the tensors in `x`."""
 
     def call(*tensors: Tensor) -> Tensor:
         given = iter(tensors)
@@ -232,12 +231,12 @@ def _forward_function(plain: TorchEngine, x: Input, runner: str) -> Callable[...
 def _plan_unfused(
     call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: CapturePlan | None
 ) -> CapturePlan:
-    """Return a plan for a network without fusion, compiled if possible."""
+    """Return a plan without fusion, compiled if possible."""
     with torch.no_grad():
         call(*tensors)  # fill caches before the capture
         try:
             check_synchronization(call, tensors)
-        except CannotTrace:  # the value may be a constant
+        except CannotTrace:  # may be a constant in a trace
             return _plan_fused(call, tensors, runner, like)
         if like is not None:
             return CapturePlan(call, runner, (), [("kernels", "torch's own")])
@@ -247,7 +246,7 @@ def _plan_unfused(
                 quick(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # compilers raise anything
+        except Exception as error:  # compilers raise errors of any class
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return CapturePlan(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
     return CapturePlan(quick, runner, (), [("kernels", "compiled")])
@@ -256,7 +255,7 @@ def _plan_unfused(
 def _plan_fused(
     call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: CapturePlan | None
 ) -> CapturePlan:
-    """Trace a network and fuse its convolutions, each in its fastest way or in that of another plan."""
+    """Return a plan with fused convolutions, each in its fastest way or that of the plan `like`."""
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
@@ -269,7 +268,7 @@ def _plan_fused(
         apply_ways(graph, ways)
         rows = _describe_ways(ways, fused)
         if _left_over(graph) > WORTH_COMPILING:
-            with suppress(Exception):  # compilers raise anything; the graph is correct without
+            with suppress(Exception):  # compilers raise errors of any class; the graph works uncompiled
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
                 return CapturePlan(quick, runner, ways, [*rows, ("the rest" if ways else "kernels", "compiled")])
@@ -277,8 +276,7 @@ def _plan_fused(
 
 
 WORTH_COMPILING = 0.1
-"""Compile a graph if pointwise functions and norms write more than this share of what convolutions write. If
-convolutions absorb everything else, only pooling and the last layer are left."""
+"""Compile a graph if pointwise functions and norms write more than this share of what convolutions write."""
 
 
 def _left_over(graph: fx.GraphModule) -> float:
@@ -297,7 +295,7 @@ def _describe_ways(ways: Sequence[Way], fused: int) -> SummaryRows:
     if not ways:
         return []
     one_call = sum(way.fused for way in ways)
-    rows = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
+    rows = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one cuDNN call")]
     counts = Counter(way.groups for way in ways)
     groups = ", ".join(f"{counts[each]} of {plural(each, 'group')}" for each in sorted(counts))
     return [*rows, ("", groups)] if max(counts, default=1) > 1 else rows

@@ -1,8 +1,7 @@
 """Draws for CUDA graphs: a network's draws as a function of its input and of random numbers.
 
-Stochastic layers request their numbers in one place (`networks/stochastic.py`). One run records these requests. In a
-graph the numbers are tensors, filled by the graph's kernels from the usual sources, so a seed gives the same draws as
-the network.
+One run records the random numbers that layers request (`networks/stochastic.py`). In a graph these numbers are tensors,
+which kernels of the graph fill from the usual generators, so that a seed gives the same draws as in the network.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from multitudes.networks.vmap import at_once
 
 @dataclass(frozen=True)
 class NumberRequest:
-    """Numbers that a layer requests in each draw; those of draw d come from the source `d * stride + start`."""
+    """Numbers that a layer requests in each draw; draw d takes them from the source `d * stride + start`."""
 
     kind: str
     shape: tuple[int, ...]
@@ -39,7 +38,7 @@ class NumberRequest:
 
 
 class _SourceDraw(Draw):
-    """A draw that tracks the source of its numbers: each member of a network has its own sources."""
+    """A draw that tracks the source of its numbers, since each member has its own sources."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)
@@ -48,7 +47,7 @@ class _SourceDraw(Draw):
     @contextmanager
     def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
         if isinstance(index, Tensor):
-            raise CannotTrace("its members draw at once")
+            raise CannotTrace("its members draw together")
         before = self.stride, self.start
         self.stride, self.start = self.stride * members, self.start * members + index
         try:
@@ -59,7 +58,7 @@ class _SourceDraw(Draw):
 
 
 class _RecordingDraw(_SourceDraw):
-    """A draw that records the requested numbers."""
+    """A draw that records the requests for numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class _RecordingDraw(_SourceDraw):
 
 
 class _SuppliedDraw(_SourceDraw):
-    """A draw with given numbers."""
+    """A draw that returns given numbers."""
 
     given: Iterator[Tensor]
 
@@ -80,7 +79,7 @@ class _SuppliedDraw(_SourceDraw):
 
 
 class Noise:
-    """The random numbers of several draws: a tensor `[D, ...]` per request, and their sources."""
+    """The random numbers of several draws: a tensor `[D, ...]` per request, and their generators."""
 
     def __init__(self, requests: Sequence[NumberRequest], draws: int, device: torch.device) -> None:
         self.requests, self.draws = requests, draws
@@ -88,16 +87,16 @@ class Noise:
         sources = {number * each.stride + each.start for each in requests for number in range(draws)}
         self.generators = {source: torch.Generator(device) for source in sorted(sources)}
         self.seed(0)
-        self.fill()  # arbitrary values may be invalid for a network
+        self.fill()  # a network may reject uninitialized values
 
     def seed(self, seed: int | None) -> None:
-        """Seed the generators; None takes a seed from torch's random state."""
+        """Seed the generators; None draws a seed from torch's random state."""
         chosen = int(torch.randint(2**62, ())) if seed is None else seed
         for source, generator in self.generators.items():
             generator.manual_seed(mixed(chosen, source))
 
     def fill(self) -> None:
-        """Draw the numbers, in the order in which the network requests them."""
+        """Draw the numbers, in the order of the requests."""
         for each, numbers in zip(self.requests, self.numbers, strict=True):
             for draw in range(self.draws):
                 generator = self.generators[draw * each.stride + each.start]
@@ -107,25 +106,25 @@ class Noise:
 
 @torch.no_grad()
 def noise_of(plain: TorchEngine, x: Input, draws: int) -> Noise:
-    """Return the noise for draws of a network on inputs like `x`; raise `CannotTrace` if they cannot be batched."""
+    """Return the noise of draws on inputs like `x`; raise `CannotTrace` if draws cannot be batched."""
     net, cache = plain.net, plain.net._draw_cache
-    plain(x, draws=draws, seed=0)  # determines how draws are made and their cost
+    plain(x, draws=draws, seed=0)  # chooses how draws run, and measures their cost
     if cache.seeds_torch or cache.runner != "vmapped" or any(s.noise == "network" for s in _layers(net)):
-        raise CannotTrace("its draws have nothing in common, or are made one by one")
+        raise CannotTrace("its draws share no computation, or run one by one")
     cost, room = cache.costs.get(cost_key(x)), free_bytes(plain.device) / 4
     if cost is not None and cost.shared + draws * cost.each > room:
-        raise CannotTrace(f"there is not enough memory for {draws} draws at once")
+        raise CannotTrace(f"not enough memory for {draws} draws at once")
     draw = _RecordingDraw()
     with plain.precision(), _drawing(net, draw), at_once(draws) as each:
         draw.index = each.own(torch.arange(draws))
         net._predictions(x)
     if not draw.requests:
-        raise CannotTrace("its layers ask for no random numbers")
+        raise CannotTrace("its layers request no random numbers")
     return Noise(draw.requests, draws, plain.device)
 
 
 def draw_function(plain: TorchEngine, x: Input) -> Callable[..., Tensor]:
-    """Return a network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of its noise."""
+    """Return a network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of random numbers."""
     net, count = plain.net, len(tensors_in(x))
 
     def call(*tensors: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ def _layers(net: Multitude) -> list[Stochastic]:
 
 @contextmanager
 def _drawing(net: Multitude, draw: Draw) -> Iterator[None]:
-    """Make layers take their numbers from `draw`, and run members one after the other, inside the context."""
+    """Take the layers' numbers from `draw`, and run members one by one, inside the context."""
     with (
         plain_attention(),
         drawing(_layers(net), draw),

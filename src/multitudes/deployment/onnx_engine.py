@@ -1,4 +1,4 @@
-"""The CPU engine: the network as an ONNX graph, run by ONNX Runtime, optionally in 8 bits."""
+"""The CPU engine: ONNX Runtime, optionally in 8 bits."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from multitudes.networks.copies import copied
 from multitudes.networks.trace import recording
 
 DIFFERENT_OPERATORS = {"TopK", "NonZero"}
-"""Operators that differ between ONNX Runtime and torch: tie breaking, and the mean of an empty selection, which ONNX
-Runtime makes a number."""
+"""Operators that ONNX Runtime computes differently: ties, and the mean of an empty selection, which is not NaN."""
 
 
 class OnnxEngine:
     """A deterministic multitude, run by ONNX Runtime with as many threads as torch.
 
-    `plain` runs inputs that the graph does not support: other non-tensor values than the example's, numbers that
-    runtimes treat differently, and inputs whose predictions are not finite.
+    `plain` runs inputs with other non-tensor values than the example, inputs that runtimes may treat differently, and
+    inputs whose predictions are not finite.
     """
 
     @torch.no_grad()
@@ -44,7 +43,7 @@ class OnnxEngine:
         check_packages("deploy on a CPU")
         self.int8, self.plain, self.kind = int8, plain, signature(example, shapes=False)
         if self.kind is None:
-            raise ValueError("the example holds more than tensors and plain values")
+            raise ValueError("the example contains values other than tensors and plain values")
         self.names = tensor_names(example, ["predictions"])
         with tempfile.TemporaryDirectory() as folder, plain_attention():
             path, raw = Path(folder) / "network.onnx", ExportedMultitude(copied(net))
@@ -54,14 +53,14 @@ class OnnxEngine:
             if found := DIFFERENT_OPERATORS & {
                 node.op_type for part in (model.graph, *model.functions) for node in part.node
             }:
-                raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
+                raise ValueError(f"ONNX Runtime computes {', '.join(found)} differently from torch")
             given = zip(self.names, tensors_in(example), strict=True)
             indices = computed_indices(model.graph, {name for name, tensor in given if tensor.dtype in _WHOLE})
             with recording(net.network, (), tensors=False, functions=True) as trace:
                 plain(example)
             if indices or any(use.function == "one_hot" for use in trace.functions):
                 made = ", ".join(dict.fromkeys(indices or ["one_hot"]))
-                raise ValueError(f"it computes indices ({made}), of which nobody looks at the range there")
+                raise ValueError(f"the network computes indices ({made}), whose range ONNX Runtime does not check")
             path = quantize(path, list(self._parts(example))) if int8 else path
             self.session = open_session(path, torch.get_num_threads())
 
@@ -79,7 +78,7 @@ class OnnxEngine:
         return {name: tensor.detach().contiguous().numpy() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def _parts(self, example: Input, rows: int = 32) -> Iterator[dict[str, Any]]:
-        """Yield the example in small batches."""
+        """Yield the example in small batches, for calibration."""
         tensors = tensors_in(example)
         batch = len(tensors[0])
         for start in range(0, batch, rows):
@@ -87,18 +86,18 @@ class OnnxEngine:
 
     def summary_rows(self) -> list[tuple[str, str]]:
         bits = ", convolutions and products in 8 bits" if self.int8 else ""
-        return [("run by", f"ONNX Runtime{bits}, threads: {torch.get_num_threads()}")]
+        return [("engine", f"ONNX Runtime{bits}, threads: {torch.get_num_threads()}")]
 
 
 # -- indices -----------------------------------------------------------------------------------------------
-# Torch refuses an index that is out of range. ONNX Runtime counts negative ones from the end, and a one-hot vector of a
-# nonexistent class is zero. `has_special_values` checks given ids; networks that compute ids are refused.
+# Torch raises an error for an index out of range. ONNX Runtime counts negative indices from the end, and the one-hot
+# vector of an unknown class is zero. `has_special_values` checks ids in inputs; networks that compute ids are refused.
 
 _INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
-"""Operators that take indices, and the position of that input."""
+"""Operators that take indices, with the position of that input."""
 
 _OF_SHAPES = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
-"""Operators whose results are valid indices of an existing tensor."""
+"""Operators whose results are valid indices."""
 
 _SAME = {"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Slice", "Expand", "Flatten", "Concat"}
 """Operators that keep values unchanged."""
@@ -109,7 +108,7 @@ _WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
 
 
 def computed_indices(graph: Any, ids: set[str]) -> list[str]:
-    """Return the operators of a graph whose indices are computed from values of its inputs, `ids` or others."""
+    """Return the operators whose indices are computed from inputs, instead of being inputs in `ids`."""
     computed = {value.name for value in graph.input} - ids
     found = []
     for node in graph.node:
@@ -129,9 +128,9 @@ def computed_indices(graph: Any, ids: set[str]) -> list[str]:
 
 
 def quantize(path: Path, batches: list[dict[str, Any]]) -> Path:
-    """Write the graph with 8-bit convolutions and products next to it; `batches` are inputs by name.
+    """Write a graph with 8-bit convolutions and products next to this one; return its path.
 
-    Weights have a scale per output channel, activations one per tensor, from their values in the batches.
+    Weights have a scale per output channel, activations one per tensor, from their values in `batches`.
     """
     tools = importlib.import_module("onnxruntime.quantization")
     shapes = importlib.import_module("onnxruntime.quantization.shape_inference")
@@ -154,11 +153,11 @@ def quantize(path: Path, batches: list[dict[str, Any]]) -> Path:
             Reader(),
             op_types_to_quantize=["Conv", "Gemm", "MatMul"],
             per_channel=True,
-            # Without 8-bit products, older processors add pairs in 16 bits, which overflows.
+            # Older processors add pairs of products in 16 bits, which can overflow.
             reduce_range=not torch.cpu._is_vnni_supported(),
         )
     except Exception as error:  # its errors have no common class
-        raise ValueError(f"the network cannot be quantised to 8 bits: {reason(error)}") from error
+        raise ValueError(f"the network cannot be quantized to 8 bits: {reason(error)}") from error
     finally:
         logging.disable(before)
     return found

@@ -30,8 +30,8 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
     """Save a multitude, of any composition of methods, as one safetensors file.
 
     The file holds the tensors by name and, in its header, the structure: each layer's class and settings, the settings
-    of the multitude (`task`, `draws`, `runner` and so on), a calibration, and a checksum. Writing is atomic: an existing
-    file is kept or replaced as a whole.
+    of the multitude (`task`, `draws`, `runner` and so on), a calibration, and a checksum. Writing is atomic: an
+    existing file is kept or replaced as a whole.
 
     Args:
         net: A multitude, calibrated or not.
@@ -54,8 +54,8 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(net, (Multitude, Calibrated)):
         raise ValueError(
-            f"net must be a multitude, got {type(net).__name__}: wrap a network as mt.Multitude(model); of a stream, save "
-            "the network, stream.net"
+            f"net must be a multitude, got {type(net).__name__}: wrap a network as mt.Multitude(model); "
+            "save the network of a stream, stream.net"
         )
     path = check_path(path)
     header, state = to_parts(net)
@@ -79,7 +79,7 @@ def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Ten
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
     """Load a multitude that `save` wrote, on the CPU, with the same predictions, draws, task and settings.
 
-    Layers and networks of torch and of this library are rebuilt from the file. Nothing is unpickled, and no code is run.
+    Layers and networks of torch and of this library are rebuilt from the file. Nothing is unpickled or run.
 
     Args:
         path: The file.

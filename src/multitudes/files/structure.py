@@ -229,7 +229,7 @@ def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
             )
         found = there.get(origin)
         if found is None or type(found).__name__ != kind:
-            got = "is missing" if found is None else f"is a {type(found).__name__}"
+            got = "missing" if found is None else f"a {type(found).__name__}"
             own = type(plain(model)).__name__
             raise ValueError(f"model does not fit the file: {what} is a {kind} in the file and {got} in model ({own})")
         if _hooks(found) != node["hooks"]:
