@@ -176,7 +176,7 @@ class ChannelsLast(torch.fx.Interpreter):
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4])
-def test_the_fastest_ways_compute_the_same_function_in_channels_last(wanted: int) -> None:
+def test_the_best_ways_compute_the_same_function_in_channels_last(wanted: int) -> None:
     case = NETWORKS["resnet"]
     net, x = mt.deep_ensemble(case.model(), 4).eval(), case.batch(5)[0]
     net.runner = "packed"
@@ -187,7 +187,7 @@ def test_the_fastest_ways_compute_the_same_function_in_channels_last(wanted: int
         watch = ChannelsLast(graph)
         watch.run(x)
         assert len(watch.seen) > 5 and all(watch.seen)
-        ways = fusing.fastest_ways(graph, [x], lambda call: 3.0 - (call.args[8] == wanted))
+        ways = fusing.best_ways(graph, [x], lambda call: 3.0 - (call.args[8] == wanted))
         fusing.apply_ways(graph, ways)
         torch.testing.assert_close(graph(x), net(x), rtol=1e-3, atol=1e-4)
     assert {way.groups for way in ways} <= {wanted, 1}  # the first layer, whose input members share, has one group
@@ -264,8 +264,9 @@ def test_divergences_of_classes_and_gaussians_are_those_of_torch() -> None:
     assert lost == pytest.approx(float(F.kl_div(q.log(), p, reduction="batchmean")), rel=1e-4)
     assert labels == pytest.approx(float((p.argmax(1) != q.argmax(1)).double().mean()))
     got, want = (mt.Predictive(torch.randn(3, 7, 4), task="gaussian") for _ in range(2))
-    one, two = (Normal(mean, variance.sqrt()) for mean, variance in (p.member_means_and_variances for p in (want, got)))
-    torch.testing.assert_close(quality._divergence(got, want), kl_divergence(one, two).mean((0, 1)).double())
+    moments = [[m.double() for m in p.member_means_and_variances] for p in (want, got)]
+    one, two = (Normal(mean, variance.sqrt()) for mean, variance in moments)
+    torch.testing.assert_close(quality._divergence(got, want), kl_divergence(one, two).mean((0, 1)))
 
 
 @pytest.mark.quick(2)

@@ -165,9 +165,7 @@ def test_networks_of_several_inputs_are_called_by_name_or_number(tmp_path: Path)
     [lambda net, x: x if x.sum() > 0 else -x, lambda net, x: torch.linalg.svdvals(x.unflatten(1, (3, 2)))],
     ids=["branching", "singular"],
 )
-def test_a_network_that_cannot_be_exported_is_refused_in_one_line(
-    forward: Callable[..., Tensor], tmp_path: Path
-) -> None:
+def test_a_network_that_cannot_be_exported_is_refused(forward: Callable[..., Tensor], tmp_path: Path) -> None:
     net = mt.Multitude(Of(forward))
     net.task = "regression"
     with pytest.raises(ValueError, match="the network cannot be exported to ONNX: ") as error:

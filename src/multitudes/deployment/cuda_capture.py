@@ -18,14 +18,7 @@ from torch import Tensor, fx
 
 from multitudes.base.checks import plural
 from multitudes.deployment.engines import TorchEngine
-from multitudes.deployment.fusion import (
-    Way,
-    apply_ways,
-    convolution,
-    count_convolutions,
-    fastest_ways,
-    fuse_convolutions,
-)
+from multitudes.deployment.fusion import Way, apply_ways, best_ways, convolution, count_convolutions, fuse_convolutions
 from multitudes.deployment.graph_draws import Noise, draw_function, noise_of
 from multitudes.deployment.operation_graph import CannotTrace, check_synchronization, trace
 from multitudes.ensemble.members import Members
@@ -38,7 +31,7 @@ SummaryRows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class CapturePlan:
+class Plan:
     """A function to capture, its runner, the ways of its convolutions, and rows of the summary."""
 
     function: Callable[..., Tensor]  # keeps the weights that the graph reads
@@ -53,7 +46,7 @@ class Captured:
     The graph generates the random numbers in `noise`.
     """
 
-    def __init__(self, plan: CapturePlan, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
+    def __init__(self, plan: Plan, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
         self.plan, self.batched, self.noise = plan, batched, noise
         self.inputs = [tensor.clone() for tensor in tensors_in(x)]
         self.rows = len(self.inputs[0])
@@ -171,7 +164,7 @@ def _replay_time(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
 
 
 def capture(
-    plain: TorchEngine, x: Input, batched: Sequence[bool], pool: Any, like: CapturePlan | None, draws: int = 0
+    plain: TorchEngine, x: Input, batched: Sequence[bool], pool: Any, like: Plan | None, draws: int = 0
 ) -> Captured:
     """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
@@ -228,9 +221,7 @@ def _forward_function(plain: TorchEngine, x: Input, runner: str) -> Callable[...
     return call
 
 
-def _plan_unfused(
-    call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: CapturePlan | None
-) -> CapturePlan:
+def _plan_unfused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Plan | None) -> Plan:
     """Return a plan without fusion, compiled if possible."""
     with torch.no_grad():
         call(*tensors)  # fill caches before the capture
@@ -239,7 +230,7 @@ def _plan_unfused(
         except CannotTrace:  # may be a constant in a trace
             return _plan_fused(call, tensors, runner, like)
         if like is not None:
-            return CapturePlan(call, runner, (), [("kernels", "torch's own")])
+            return Plan(call, runner, (), [("kernels", "torch's own")])
         try:
             with torch._dynamo.config.patch(recompile_limit=256):
                 quick = torch.compile(call, dynamic=False)
@@ -248,13 +239,11 @@ def _plan_unfused(
             raise
         except Exception as error:  # compilers raise errors of any class
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            return CapturePlan(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
-    return CapturePlan(quick, runner, (), [("kernels", "compiled")])
+            return Plan(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
+    return Plan(quick, runner, (), [("kernels", "compiled")])
 
 
-def _plan_fused(
-    call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: CapturePlan | None
-) -> CapturePlan:
+def _plan_fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Plan | None) -> Plan:
     """Return a plan with fused convolutions, each in its fastest way or that of the plan `like`."""
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
@@ -263,16 +252,16 @@ def _plan_fused(
         check_synchronization(graph, tensors)
         if like is not None and len(like.ways) == count_convolutions(graph):
             apply_ways(graph, like.ways)
-            return CapturePlan(graph, runner, like.ways, like.summary_rows)
-        ways = fastest_ways(graph, tensors, milliseconds)
+            return Plan(graph, runner, like.ways, like.summary_rows)
+        ways = best_ways(graph, tensors, milliseconds)
         apply_ways(graph, ways)
         rows = _describe_ways(ways, fused)
         if _left_over(graph) > WORTH_COMPILING:
             with suppress(Exception):  # compilers raise errors of any class; the graph works uncompiled
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
-                return CapturePlan(quick, runner, ways, [*rows, ("the rest" if ways else "kernels", "compiled")])
-    return CapturePlan(graph, runner, ways, rows)
+                return Plan(quick, runner, ways, [*rows, ("the rest" if ways else "kernels", "compiled")])
+    return Plan(graph, runner, ways, rows)
 
 
 WORTH_COMPILING = 0.1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.deployment.cuda_capture import Captured, CapturePlan, capture
+from multitudes.deployment.cuda_capture import Captured, Plan, capture
 from multitudes.deployment.engines import MAX_SHAPES, Engine, Reference, TorchEngine, rows_of, signature
 from multitudes.deployment.operation_graph import CannotTrace
 from multitudes.networks.calls import Input, mapped, tensors_in
@@ -44,7 +44,7 @@ class CudaGraphEngine:
         self.refused: dict[Any, str] = {}
         self.agreed: dict[Any, bool] = {}  # per graph and number of rows
         self.seen: dict[Any, int] = {}
-        self.plan: CapturePlan | None = None
+        self.plan: Plan | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
         with torch.cuda.device(folded.device):
@@ -148,7 +148,7 @@ class CudaGraphEngine:
         self.agreed = {known: right for known, right in self.agreed.items() if known[0] in made}
         self.refused = {}
 
-    def _prepare(self, x: Input, size: int, draws: int, like: CapturePlan | None) -> None:
+    def _prepare(self, x: Input, size: int, draws: int, like: Plan | None) -> None:
         """Capture a graph with this many rows and draws for inputs like `x`, or store why that is impossible.
 
         With a plan, the slow timing is skipped.

@@ -90,34 +90,34 @@ def deploy(
     check_example(example)
     example = mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
     _check_targets(targets, dtype, example)
-    was = copied(multitude).eval()
-    by_formula = was.without_draws(was.draws) if stochastic_layers(was.network) else None
-    own = was if by_formula is None else by_formula.eval()
-    options = {"draws": 2, "seed": 0} if stochastic_layers(own.network) else {}
+    original = copied(multitude).eval()
+    by_formula = original.without_draws(original.draws) if stochastic_layers(original.network) else None
+    base = original if by_formula is None else by_formula.eval()
+    options = {"draws": 2, "seed": 0} if stochastic_layers(base.network) else {}
     with torch.no_grad():
-        check_repeatable(own, example, options)
+        check_repeatable(base, example, options)
     int8 = dtype == torch.int8
-    plain = TorchEngine(own, None if int8 else dtype, example, None if own is was else was)
-    reference = Reference(own, plain, options, INT8 if int8 else None)
-    quick, rows = prepare_network(own, example, options)
+    plain = TorchEngine(base, None if int8 else dtype, example, None if base is original else original)
+    reference = Reference(base, plain, options, INT8 if int8 else None)
+    quick, rows = prepare_network(base, example, options)
     if device.type == "cuda":
         folded = TorchEngine(quick, dtype, example)
         otherwise = VerifiedEngine(folded, plain, reference) if options else plain
-        may_pad = not options and not rows_interact(own.network, own._predictions, example)
+        may_pad = not options and not rows_interact(base.network, base._predictions, example)
         engine: Engine = CudaGraphEngine(folded, otherwise, reference, example, sizes, may_pad)
     else:
         engine = _fastest_on_cpu(quick, plain, reference, example, int8)
     if isinstance(engine, VerifiedEngine) and engine.quick is plain:
         rows = []  # the changes are not used
-    deployed = Deployed(engine, own, calibration, str(dtype or _weight_dtype(own)).removeprefix("torch."), rows)
+    deployed = Deployed(engine, base, calibration, str(dtype or _weight_dtype(base)).removeprefix("torch."), rows)
     if int8:
         rows += check_quality(
             deployed.predict(example), (net if isinstance(net, Calibrated) else multitude).predict(example), targets
         )
     else:
-        draws = {"draws": own.draws} if isinstance(engine, CudaGraphEngine) and options else {}  # as in its graphs
+        draws = {"draws": base.draws} if isinstance(engine, CudaGraphEngine) and options else {}  # as in its graphs
         rows += _error_row(*reference.compare(deployed, example, **draws))
-    rows += _time_row(was, deployed, example, {"seed": 0} if options else {})
+    rows += _time_row(original, deployed, example, {"seed": 0} if options else {})
     if device.type == "cuda":
         del quick
         gc.collect()  # frees the activations of trials
@@ -166,7 +166,7 @@ def _fastest_on_cpu(quick: Multitude, plain: TorchEngine, reference: Reference, 
     own = TorchEngine(quick, plain.dtype, example)
     if reference.options or plain.dtype is not None or plain.device.type != "cpu":
         return VerifiedEngine(own, plain, reference)
-    engines: dict[str, Engine] = {"was": plain, "torch": own}
+    engines: dict[str, Engine] = {"original": plain, "torch": own}
     note = ""
     try:
         runtime = OnnxEngine(quick, example, own, int8)
@@ -184,7 +184,7 @@ def _fastest_on_cpu(quick: Multitude, plain: TorchEngine, reference: Reference, 
         return VerifiedEngine(runtime, plain, reference)
     times = _median_times({name: partial(engine, example) for name, engine in engines.items()})
     best = min(times, key=lambda name: times[name])
-    best = best if times[best] < FASTER * times["was"] else "was"
+    best = best if times[best] < FASTER * times["original"] else "original"
     if best != "onnx" and not note:
         note = f"ONNX Runtime is not used: it takes {times['onnx'] / times[best]:.2f} x as long"
     return VerifiedEngine(engines[best], plain, reference, note)
@@ -206,10 +206,11 @@ def _error_row(found: float, own: float, bound: float) -> list[tuple[str, str]]:
 def _time_row(net: Multitude, deployed: Deployed, example: Input, options: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the summary row of the times before and after deployment."""
     with torch.no_grad():
-        times = _median_times({"was": lambda: net(example, **options), "is": lambda: deployed(example, **options)})
-    was, now = times["was"], times["is"]
+        before, after = _median_times(
+            {"before": lambda: net(example, **options), "after": lambda: deployed(example, **options)}
+        ).values()
     rows = len(tensors_in(example)[0])
-    return [("time", f"{now:.3g} ms for {plural(rows, 'row')}; {was:.3g} ms before, {now / was:.2f} x")]
+    return [("time", f"{after:.3g} ms for {plural(rows, 'row')}; {before:.3g} ms before, {after / before:.2f} x")]
 
 
 def _median_times(functions: dict[str, Callable[[], Any]], turns: int = 5) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 cuDNN has single kernels for `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)`. A convolution with
 one group per member may also run with fewer, denser groups, whose weight is zero between members: more multiplications,
-but in larger blocks. `fastest_ways` times the ways of each layer.
+but in larger blocks. `best_ways` times the ways of each layer.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
     return torch.cat([block_diagonal(part) for part in parts])
 
 
-def fastest_ways(
+def best_ways(
     graph: fx.GraphModule, tensors: list[Tensor], milliseconds: Callable[[Callable[[], Any]], float]
 ) -> list[Way]:
     """Time the ways of each `convolution` of a graph; return the fastest of each, in order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from multitudes.files.onnx_exporter import (
     export,
     fix_noise,
     open_session,
+    quiet,
     reason,
     tensor_names,
 )
@@ -143,21 +143,18 @@ def quantize(path: Path, batches: list[dict[str, Any]]) -> Path:
             return next(self.left, None)
 
     known, found = path.with_name("shapes.onnx"), path.with_name("int8.onnx")
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        shapes.quant_pre_process(str(path), str(known), skip_symbolic_shape=True)
-        tools.quantize_static(
-            str(known),
-            str(found),
-            Reader(),
-            op_types_to_quantize=["Conv", "Gemm", "MatMul"],
-            per_channel=True,
-            # Older processors add pairs of products in 16 bits, which can overflow.
-            reduce_range=not torch.cpu._is_vnni_supported(),
-        )
+        with quiet():
+            shapes.quant_pre_process(str(path), str(known), skip_symbolic_shape=True)
+            tools.quantize_static(
+                str(known),
+                str(found),
+                Reader(),
+                op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+                per_channel=True,
+                # Older processors add pairs of products in 16 bits, which can overflow.
+                reduce_range=not torch.cpu._is_vnni_supported(),
+            )
     except Exception as error:  # its errors have no common class
         raise ValueError(f"the network cannot be quantized to 8 bits: {reason(error)}") from error
-    finally:
-        logging.disable(before)
     return found

@@ -133,7 +133,7 @@ def export(
     tensors = [torch.cat([tensor, tensor]) if own else tensor for tensor, own in zip(given, batched, strict=True)]
     dynamic = tuple({0: torch.export.Dim.DYNAMIC} if own else {} for own in batched)
     try:
-        with _quiet():
+        with quiet():
             # Call torch.export directly: fallbacks of the ONNX exporter would freeze data-dependent branches.
             traced = torch.export.export(
                 _TensorInputs(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
@@ -227,7 +227,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the exporter inside the context."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

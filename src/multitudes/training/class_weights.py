@@ -86,7 +86,8 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
         return ClassWeights(balanced(_count_targets(data, task)), task, counted=not task.single_logit)
     numbers = given.tolist() if isinstance(given, Tensor) else given
     listed = isinstance(numbers, Sequence) and not isinstance(numbers, str) and len(numbers) > 0
-    if not listed or not all(_is_weight(number) for number in numbers):
+    real = listed and all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
+    if not real or not all(math.isfinite(n) and n >= 0 for n in numbers):
         raise ValueError(
             f"class_weight must be None, 'balanced', or one finite number, 0 or more, for each class, got {given!r}"
         )
@@ -108,11 +109,6 @@ def balanced(counts: Tensor) -> Tensor:
     """
     weights = counts.sum() / ((counts > 0).sum() * counts.double())
     return torch.where(counts > 0, weights, 1.0).float()
-
-
-def _is_weight(number: Any) -> bool:
-    real = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return real and math.isfinite(number) and number >= 0
 
 
 def _count_targets(data: Any, task: Task) -> Tensor:

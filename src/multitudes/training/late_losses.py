@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -26,11 +25,6 @@ class Loss:
         if self._arrived is not None:
             self._arrived.synchronize()
         return float(self._value)
-
-    @property
-    def bad(self) -> bool:
-        """Whether the loss is NaN or infinite."""
-        return not math.isfinite(float(self))
 
 
 class DelayedLosses:

@@ -22,9 +22,8 @@ from multitudes.networks.calls import Input, moved, split_batch, tensors_in, wei
 from multitudes.networks.devices import device_in
 from multitudes.networks.settings import holding
 from multitudes.networks.trace import hooked
-from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
+from multitudes.training.checkpoint import Checkpoint, DeferredSignals, TrainingState, random_state, set_random_state
 from multitudes.training.class_weights import ClassWeights
-from multitudes.training.interruption import DeferredSignals
 from multitudes.training.late_losses import DelayedLosses, Loss
 from multitudes.training.objective import TrainingObjective, batches_from
 from multitudes.training.schedules import Schedule
@@ -122,8 +121,10 @@ class Trainer:
             self.config.validation.check(self.net, self._on_device)
         self.losses = DelayedLosses(self.optimizer)
         bar = ProgressBar(self.epochs * (self.state.batches or 0), self.config.progress, "steps")
+        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
+        deferred = DeferredSignals() if self.checkpoint is not None and alone else nullcontext()
         try:
-            with self._deferred_signals() as self.signals:
+            with deferred as self.signals:
                 while self.state.epoch < self.epochs and not self.state.stopped:
                     self._epoch(bar)
                 self._read_losses(all_of_them=True)
@@ -135,11 +136,6 @@ class Trainer:
             bar.clear()
             self.losses.close()
         return [Epoch(**epoch) for epoch in self.state.history]
-
-    def _deferred_signals(self) -> AbstractContextManager[DeferredSignals | None]:
-        """Defer signals until a step ends, if there is a checkpoint and one process."""
-        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
-        return DeferredSignals() if self.checkpoint is not None and alone else nullcontext()
 
     def _epoch(self, bar: ProgressBar) -> None:
         state = self.state
@@ -256,7 +252,7 @@ class Trainer:
     def _read_losses(self, all_of_them: bool = False) -> None:
         """Add up the losses that are available; raise an error for a bad one."""
         for loss in self.losses.take(all_of_them):
-            if loss.bad:
+            if not math.isfinite(float(loss)):
                 raise FloatingPointError(self._diagnosis(loss))
             self.state.total += float(loss)
 
