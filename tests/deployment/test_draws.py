@@ -98,7 +98,7 @@ def test_draws_without_shared_computation_are_refused(method: str) -> None:
 
 
 def test_synchronization_is_detected() -> None:
-    """Uses the meta device, since the CPU never synchronizes with itself."""
+    """The meta device stands in for a GPU."""
     with pytest.raises(CannotTrace, match="copies between devices"):
         check_synchronization(lambda x: x + torch.zeros(3).to("meta"), [torch.ones(3, device="meta")])
     check_synchronization(lambda x: x[x > 0].sum(), [torch.ones(3)])

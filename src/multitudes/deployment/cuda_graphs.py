@@ -82,10 +82,10 @@ class CudaGraphEngine:
         if not made:
             return [("CUDA graphs", "none: " + next(iter(self.reasons()), "no input size occurred twice"))]
         first = next(iter(made.values()))
-        held = sum(graph.nbytes for graph in made.values()) / 2**20
+        mebibytes = sum(graph.nbytes for graph in made.values()) / 2**20
         sizes = ", ".join(graph.size() for graph in made.values())
         bounded = f"at most {MAX_GRAPHS} are kept, of {max(MAX_ROWS, *self.sizes)} rows or fewer"
-        return [*first.plan.summary_rows, ("CUDA graphs", f"for batches of {sizes}, {held:.0f} MiB; {bounded}")]
+        return [*first.plan.summary_rows, ("CUDA graphs", f"for batches of {sizes}, {mebibytes:.0f} MiB; {bounded}")]
 
     def reasons(self) -> list[str]:
         """Return the reasons why inputs have no graph."""

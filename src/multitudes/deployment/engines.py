@@ -213,8 +213,8 @@ def signature(x: Any, shapes: bool = True) -> Any:
     if isinstance(x, Tensor):
         return (tuple(x.shape) if shapes else x.dim()), x.dtype
     if type(x) is dict:
-        held = [(name, signature(value, shapes)) for name, value in x.items()]
-        return None if any(own is None for _, own in held) else (dict, tuple(held))
+        entries = [(name, signature(value, shapes)) for name, value in x.items()]
+        return None if any(own is None for _, own in entries) else (dict, tuple(entries))
     if type(x) in (tuple, list):
         own = [signature(value, shapes) for value in x]
         return None if any(each is None for each in own) else (type(x), tuple(own))

@@ -92,7 +92,7 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
     with torch.no_grad(), recording(network, [names[module] for module in watched], functions=True) as trace:
         answer = run()
     seen = _TensorUses(trace, answer)
-    held = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
+    uses = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     pairs, taken = [], set()
     for norm in watched:
         fixed = type(norm) in _NORMS and not norm.training and norm.running_mean is not None
@@ -100,7 +100,7 @@ def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
             continue
         for layer, after in seen.neighbors(norm):
             parameters = [*layer.parameters(), *norm.parameters(), *norm.buffers()]
-            own = not any(held[id(each)] > 1 or seen.uses[id(each)] > 1 for each in parameters)
+            own = not any(uses[id(each)] > 1 or seen.uses[id(each)] > 1 for each in parameters)
             once = len(seen.calls[layer]) == 1 and norm not in taken
             if own and once and (not after or _can_absorb_before(layer, norm)):
                 pairs.append(Folded(names[norm], names[layer], after))

@@ -102,9 +102,9 @@ class Checkpoint:
         parts = {"net": tensors_of(net.state_dict()), "random": random_state(device_in(net))}
         parts |= {name: getattr(state, name) for name in TENSOR_FIELDS}
         slots = {str(index): values for index, values in optimizer.state_dict()["state"].items()}
-        held = grouped(slots)
-        parts["optimizer"] = tensors_of(held)
-        numbers = {place: value for place, value in held.items() if place not in parts["optimizer"]}
+        entries = grouped(slots)
+        parts["optimizer"] = tensors_of(entries)
+        numbers = {place: value for place, value in entries.items() if place not in parts["optimizer"]}
         about = {"of": self.of, "state": plain, "optimizer": numbers, "settings": settings}
         write_tensors(self.path, grouped(parts), ENTRY, about, "checkpoint=")
         self.written = time.monotonic()
@@ -175,7 +175,7 @@ class DeferredSignals:
 
     @property
     def pending(self) -> bool:
-        """Whether a signal has arrived."""
+        """True if a signal has arrived."""
         return self._number is not None
 
     def deliver(self) -> None:
