@@ -78,7 +78,7 @@ def image_net() -> nn.Module:
 
 
 X = torch.randn(2, 6)
-Z = torch.randn(4, 3, 16, 16)
+Z = torch.randn(4, 3, 8, 8)
 
 COMPOSED: dict[str, Callable[[], mt.Multitude]] = {
     "packed dropout smooth": lambda: mt.packed(

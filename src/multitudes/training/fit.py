@@ -65,7 +65,7 @@ def fit(
             weights `[B]`, one per row, the loss is the mean of weight times loss over the rows.
         epochs: Number of passes over the data.
         optimizer: `"sgd"` (with Nesterov momentum), `"adam"`, `"adamw"`, an optimizer of this network, or a function
-            from parameter groups to an optimizer.
+            from its parameters to an optimizer.
         lr: Maximum learning rate; default 0.05 for SGD and 0.001 for Adam.
         momentum: Momentum of SGD.
         weight_decay: Weight decay of the named optimizers, for all parameters, as in torch.
