@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from multitudes.deployment.graph_draws import draw_function, noise_of
 from multitudes.deployment.operation_graph import CannotTrace, check_synchronization, trace
 from multitudes.deployment.preparation import prepare_network
 from tests.zoo import cases, drawing_cases
+from tests.zoo.of_parts import Of
 
 QUICK = {("mc_dropout", "resnet"), ("drop_connect", "mlp"), ("patched_cross", "cnn"), ("variance", "vit"),
          ("laplace", "group_norm")}  # fmt: skip
@@ -72,17 +75,13 @@ def test_without_a_seed_numbers_follow_torchs_random_state() -> None:
 
 @torch.no_grad()
 def test_convolutions_after_the_first_draw_are_fused_too() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.one, self.two = (nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
-            self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 3)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.drop(net.stem(x).relu())
+        return net.head((x + net.two(net.one(x).relu())).relu().mean((2, 3)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.drop(self.stem(x).relu())
-            return self.head((x + self.two(self.one(x).relu())).relu().mean((2, 3)))
-
-    net, x = mt.mc_dropout(Block()).eval(), torch.randn(4, 3, 8, 8)
+    convs = {name: nn.Conv2d(c, 8, 3, padding=1) for name, c in (("stem", 3), ("one", 8), ("two", 8))}
+    model = Of(forward, drop=nn.Dropout(0.3), head=nn.Linear(8, 3), **convs)
+    net, x = mt.mc_dropout(model).eval(), torch.randn(4, 3, 8, 8)
     plain, numbers = filled(net, x, draws=3, seed=0)
     graph = trace(draw_function(plain, x), [x, *numbers])
     assert fuse_convolutions(graph) == count_convolutions(graph) == 3
