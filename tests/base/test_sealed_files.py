@@ -130,10 +130,10 @@ def test_a_damaged_checkpoint_or_one_of_something_else_is_refused(tmp_path: Path
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     path = tmp_path / "checkpoint.safetensors"
     Checkpoint(path, 1.0, "this").save(TrainingState(), net, optimizer, {})
-    with pytest.raises(ValueError, match="is of another training: remove the file to begin anew"):
+    with pytest.raises(ValueError, match="belongs to another training: delete the file to start over"):
         Checkpoint(path, 1.0, "that").load(TrainingState(), net, optimizer, {})
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="checkpoint '.*' is damaged: .*; remove the file to begin anew"):
+    with pytest.raises(ValueError, match="checkpoint '.*' is damaged: .*; delete the file to start over"):
         Checkpoint(path, 1.0, "this").load(TrainingState(), net, optimizer, {})
 
 
@@ -149,7 +149,7 @@ def recording(folder: Path, of: str = "", weights: tuple[float, ...] = (1.0, 2.0
 def test_a_recording_that_lacks_a_file_or_has_another_ones_is_refused(tmp_path: Path) -> None:
     net = recording(tmp_path / "a")
     assert Recorder(net, keep=2, folder=tmp_path / "a", resume=True).count == 3
-    with pytest.raises(DamagedError, match="it is of another recording"):
+    with pytest.raises(DamagedError, match="it belongs to another recording"):
         Recorder(net, keep=2, folder=tmp_path / "a", resume=True, of="job")
     (tmp_path / "a" / "checkpoint-00000002.safetensors").rename(tmp_path / "a" / "checkpoint-00000004.safetensors")
     with pytest.raises(DamagedError, match=r"checkpoint-00000002\.safetensors' is damaged: it is missing"):
@@ -157,7 +157,7 @@ def test_a_recording_that_lacks_a_file_or_has_another_ones_is_refused(tmp_path: 
     recording(tmp_path / "b")
     first, second = (tmp_path / "b" / f"checkpoint-0000000{number}.safetensors" for number in (2, 3))
     second.write_bytes(first.read_bytes())
-    with pytest.raises(DamagedError, match="it is of another recording"):
+    with pytest.raises(DamagedError, match="it belongs to another recording"):
         Recorder(net, keep=2, folder=tmp_path / "b", resume=True)
     recording(tmp_path / "c")
     (tmp_path / "c" / "moments.safetensors").unlink()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.deployment import cuda_graphs as graphs
-from multitudes.deployment.cuda_capture import recording
+from multitudes.deployment.cuda_capture import capturing
 from multitudes.deployment.deploy import deploy
 from tests.deployment.test_deploy import Branching, OfAnySize, trained_mlp
 from tests.zoo import cases, drawing_cases
@@ -90,11 +90,11 @@ def test_members_that_draw_have_graphs() -> None:
 
 
 @torch.no_grad()
-def test_draws_with_nothing_in_common_go_on_without_graphs() -> None:
+def test_draws_without_shared_computation_run_without_graphs() -> None:
     net = drawing_cases.build("swag", "mlp").cuda().eval()
     x = cases.NETWORKS["mlp"].batch(8)[0].cuda()
     deployed = deploy(net, x, precision="float32")
-    assert "CUDA graphs  none: its draws have nothing in common" in deployed.summary()
+    assert "CUDA graphs  none: its draws share no computation" in deployed.summary()
     assert off(deployed(x, seed=2), net(x, seed=2)) < 0.01
 
 
@@ -106,17 +106,17 @@ def test_a_capture_that_fails_leaves_random_numbers_memory_and_stream_as_they_we
         torch.cuda.manual_seed(0)
         with (
             pytest.raises(RuntimeError),
-            recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()),
+            capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()),
         ):
             torch.ones(3, device="cuda").sum().item()
         assert torch.cuda.current_stream() == stream
         assert torch.equal(torch.randn(4, device="cuda"), want)
-        with pytest.raises(ZeroDivisionError), recording(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
+        with pytest.raises(ZeroDivisionError), capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             raise ZeroDivisionError
         assert torch.cuda.current_stream() == stream
         torch.randn(4, device="cuda")
     graph, x = torch.cuda.CUDAGraph(), torch.ones(3, device="cuda")
-    with recording(graph, torch.cuda.graph_pool_handle()):
+    with capturing(graph, torch.cuda.graph_pool_handle()):
         y = 2 * x
     x.fill_(4)
     graph.replay()
@@ -155,7 +155,7 @@ def test_code_that_looks_at_values_has_no_graph_and_is_right() -> None:
 
 
 def test_other_sizes_get_graphs_when_they_come_again_and_no_more_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     net = mt.deep_ensemble(OfAnySize(), 2).cuda().eval()
     deployed = deploy(net, torch.randn(4, 3, 8, 8, device="cuda"), batch_sizes=[2], precision="float32")
     for _ in range(3):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.deployment.engines import Plain
-from multitudes.deployment.graph_draws import drawn, noise_of
+from multitudes.deployment.engines import TorchEngine
+from multitudes.deployment.graph_draws import draw_function, noise_of
 from multitudes.networks.memory import Meter, free_bytes, in_bytes
 from multitudes.networks.stochastic import Stochastic
 from tests.zoo.cases import CLASSES, NETWORKS
@@ -360,12 +360,12 @@ def test_draws_with_given_random_numbers_are_those_of_the_seed(members: int) -> 
     """As CUDA graphs make them."""
     net, x = convolutional(), torch.randn(5, 3, 6, 6)
     net = mt.deep_ensemble(net, members).eval() if members > 1 else net
-    plain = Plain(net, None, x)
+    plain = TorchEngine(net, None, x)
     noise = noise_of(plain, x, 6)
     noise.seed(7)
     noise.fill()
     with torch.no_grad():
-        torch.testing.assert_close(drawn(plain, x)(x, *noise.numbers), net(x, draws=6, seed=7))
+        torch.testing.assert_close(draw_function(plain, x)(x, *noise.numbers), net(x, draws=6, seed=7))
 
 
 # -- memory ------------------------------------------------------------------------------------------------

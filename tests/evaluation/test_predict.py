@@ -149,7 +149,7 @@ A_BATCH = "a batch must be, or start with, a tensor, a mapping or a tuple"
         (X.numpy(), f"batch 0 of data: {A_BATCH}, got ndarray"),
         ([X, "rabbit"], f"batch 1 of data: {A_BATCH}, got str"),
         ([()], f"batch 0 of data: {A_BATCH}, got tuple"),
-        (X.split(3), "data must be a list where it holds batches, or one batch (x, y), got a tuple of 4"),
+        (X.split(3), "data must be one batch (x, y) or a list of batches, got a tuple of 4"),
     ],
     ids=["list", "iterator", "no inputs", "scalar", "dataset", "array", "text", "empty batch", "tuple of batches"],
 )

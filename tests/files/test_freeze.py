@@ -1,9 +1,10 @@
-"""A frozen multitude: draws that were made once."""
+"""Frozen multitudes: deterministic networks from draws."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ import multitudes as mt
 from multitudes.draws.frozen_noise import Frozen, scrambled
 from multitudes.evaluation.calibrate import calibrate
 from multitudes.networks.stochastic import stochastic_layers
-from tests.zoo import cases, drawing_cases
+from tests.zoo import drawing_cases
 from tests.zoo.drawing_cases import CASES, NETWORKS
 
 DRAWS_WEIGHTS = ("drop_connect", "patched", "patched_cross", "subspace", "swag", "laplace")
 IN_ORDER = [case for case in CASES if case.values[0] in DRAWS_WEIGHTS and case.values[1] != "resnet"]
-"""A residual network's shortcuts are registered after the layers that run beside them."""
+"""Without residual networks, whose shortcuts are registered after layers that run later."""
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
@@ -28,7 +29,7 @@ def mlp(dropout: float = 0.0) -> nn.Module:
 
 
 class Jitter(mt.Stochastic):
-    """A layer of the user's own, with a weight, that asks for both kinds of numbers."""
+    """A user's layer with a weight that requests both kinds of random numbers."""
 
     def __init__(self, noise: str = "rows") -> None:
         super().__init__()
@@ -40,12 +41,12 @@ class Jitter(mt.Stochastic):
             return x
         shape = x.shape if self.noise == "rows" else x.shape[1:]
         noise = self.normal(shape, like=x)
-        noise.mul_(self.scale)  # the numbers are the layer's own to change
+        noise.mul_(self.scale)  # a layer may change its numbers in place
         return x + noise * (self.uniform(shape, like=x) < 0.5)
 
 
 @pytest.mark.parametrize("method, network", CASES)
-def test_a_frozen_network_answers_the_same_each_time_row_by_row(method: str, network: str) -> None:
+def test_a_frozen_network_repeats_its_predictions_row_by_row(method: str, network: str) -> None:
     net = drawing_cases.build(method, network).eval()
     x, _ = NETWORKS[network].batch()
     frozen = mt.freeze(net, 3, seed=0)
@@ -60,7 +61,7 @@ def test_a_frozen_network_answers_the_same_each_time_row_by_row(method: str, net
 
 
 @pytest.mark.parametrize("method, network", IN_ORDER)
-def test_where_weights_are_drawn_the_frozen_networks_are_the_seeded_draws(method: str, network: str) -> None:
+def test_frozen_draws_of_weights_are_the_draws_of_the_seed(method: str, network: str) -> None:
     net = drawing_cases.build(method, network).eval()
     x, _ = NETWORKS[network].batch()
     with torch.no_grad():
@@ -69,8 +70,10 @@ def test_where_weights_are_drawn_the_frozen_networks_are_the_seeded_draws(method
     assert not any(type(m).__module__.startswith(ours) for m in mt.freeze(net, 1).member(0).modules())
 
 
-@pytest.mark.parametrize("assignment", ["network", "layer", "row", "element"])
-@pytest.mark.parametrize("mixing", ["uniform", "learned"])
+ASSIGNMENTS = [("network", "uniform"), ("layer", "learned"), ("row", "uniform"), ("element", "learned")]
+
+
+@pytest.mark.parametrize(("assignment", "mixing"), ASSIGNMENTS)
 def test_every_assignment_of_components_is_frozen_as_it_is_drawn(assignment: str, mixing: str) -> None:
     net = mt.family(mlp(), 3, assignment, sigma=0.2, mixing=mixing, seed=0).eval()
     x = torch.randn(7, 6)
@@ -86,12 +89,13 @@ def test_frozen_members_have_their_own_draws_member_major() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["mc_dropout", "variance", "variance_zero", "patched", "drop_connect", "jitter"])
-@pytest.mark.parametrize("network", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "network"),
+    [("mc_dropout", "cnn"), ("variance", "mlp"), ("variance_zero", "cnn"), ("patched", "mlp"), ("drop_connect", "mlp"),
+     ("jitter", "mlp")],
+)  # fmt: skip
 def test_frozen_predictions_are_distributed_as_draws_are(method: str, network: str) -> None:
     if method == "jitter":
-        if network == "cnn":
-            network = "mlp"
         net = mt.Multitude(nn.Sequential(Jitter(), NETWORKS[network].model()))
     else:
         net = drawing_cases.build(method, network)
@@ -106,7 +110,7 @@ def test_frozen_predictions_are_distributed_as_draws_are(method: str, network: s
         assert ((one.mean(0) - two.mean(0)).abs() <= 5 * deviation + 1e-6).all()
 
 
-def test_a_users_own_layer_is_frozen_under_its_own_names() -> None:
+def test_a_users_layer_keeps_its_names() -> None:
     for noise in ("rows", "weights"):
         net = mt.Multitude(nn.Sequential(Jitter(noise), nn.Linear(6, 5))).eval()
         frozen = mt.freeze(net, 4)
@@ -115,21 +119,39 @@ def test_a_users_own_layer_is_frozen_under_its_own_names() -> None:
         assert all(isinstance(member[0], Frozen) and member[0].noise == noise for member in frozen.network)
         x = torch.randn(7, 6)
         apart = frozen(x) - frozen(torch.zeros_like(x)) - (frozen(x[:1]) - frozen(torch.zeros(1, 6)))
-        torch.testing.assert_close(apart[:, :1], torch.zeros(4, 1, 5), atol=1e-5, rtol=0)  # the noise is one
+        torch.testing.assert_close(
+            apart[:, :1], torch.zeros(4, 1, 5), atol=1e-5, rtol=0
+        )  # all rows have the same noise
 
 
-def test_layers_that_draw_inside_layers_that_draw_are_frozen_too() -> None:
-    class Outer(Jitter):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Jitter()
+class Nested(Jitter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Jitter()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.inner(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
 
-    frozen = mt.freeze(mt.Multitude(nn.Sequential(Outer(), nn.Linear(6, 5))).eval(), 2)
-    x = torch.randn(7, 6)
-    assert not stochastic_layers(frozen.network) and torch.equal(frozen(x), frozen(x))
+
+def conv_dropout() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("build", "shapes"),
+    [
+        (lambda: mt.Multitude(nn.Sequential(Nested(), nn.Linear(6, 5))), [(7, 6)]),
+        (lambda: mt.subspace(mt.mc_dropout(mlp(0.5)), "random", scale=0.1), [(7, 6)]),
+        (lambda: mt.mc_dropout(conv_dropout()), [(4, 3, 8, 8), (4, 3, 11, 11)]),
+    ],
+    ids=["nested layers", "weights and dropout", "maps of any size"],
+)
+def test_all_noise_of_a_network_is_frozen(build: Callable[[], mt.Multitude], shapes: list[tuple[int, ...]]) -> None:
+    frozen = mt.freeze(build().eval(), 2)
+    assert not stochastic_layers(frozen.network)
+    for shape in shapes:
+        x = torch.randn(shape)
+        assert torch.equal(frozen(x), frozen(x))
 
 
 @pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
@@ -141,23 +163,9 @@ def test_every_runner_gives_a_frozen_network_the_same_noise(runner: str) -> None
     torch.testing.assert_close(net(x), want)
 
 
-def test_a_frozen_network_takes_maps_of_any_size() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    frozen = mt.freeze(mt.mc_dropout(model).eval(), 2)
-    for size in (8, 11):
-        x = torch.randn(4, 3, size, size)
-        assert torch.equal(frozen(x), frozen(x))
-
-
-def test_drawn_weights_with_dropout_in_the_network_are_both_frozen() -> None:
-    model = mt.mc_dropout(mlp(0.5))
-    net = mt.subspace(model, "random", scale=0.1).eval()
-    frozen = mt.freeze(net, 3)
-    x = torch.randn(7, 6)
-    assert not stochastic_layers(frozen.network) and torch.equal(frozen(x), frozen(x))
-
-
-def test_a_multitude_that_draws_nothing_is_copied() -> None:
+def test_a_multitude_without_draws_is_copied() -> None:
+    shared = mt.batch_ensemble(mlp(), 3).eval()
+    assert torch.equal(mt.freeze(shared)(torch.ones(2, 6)), shared(torch.ones(2, 6)))
     net = mt.deep_ensemble(mlp(), 3)
     frozen = mt.freeze(net)
     assert type(frozen) is type(net) and frozen is not net and frozen.members == 3
@@ -165,7 +173,7 @@ def test_a_multitude_that_draws_nothing_is_copied() -> None:
     assert not {p.data_ptr() for p in frozen.parameters()} & {p.data_ptr() for p in net.parameters()}
 
 
-def test_freezing_leaves_the_network_and_the_random_state_as_they_were() -> None:
+def test_freezing_does_not_change_the_network_or_the_random_state() -> None:
     net = mt.family(mt.mc_dropout(mlp(0.5)), 3, "network", seed=0).train()
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
     frozen = mt.freeze(net, 2, seed=0)
@@ -177,7 +185,7 @@ def test_freezing_leaves_the_network_and_the_random_state_as_they_were() -> None
     assert len(net.network._forward_pre_hooks) == 1
 
 
-def test_without_a_seed_each_freezing_is_another() -> None:
+def test_without_a_seed_frozen_networks_differ() -> None:
     net = mt.mc_dropout(mlp(0.5)).eval()
     x = torch.randn(7, 6)
     assert not torch.equal(mt.freeze(net, 2)(x), mt.freeze(net, 2)(x))
@@ -223,14 +231,11 @@ def test_the_numbers_of_frozen_layers_are_uniform_and_normal() -> None:
         assert abs(torch.corrcoef(torch.stack([one, two]))[0, 1]) < 0.015
     share = torch.histc(u, 20, 0, 1) / len(u)
     assert (share - 0.05).abs().max() < 0.004
-
-
-def test_the_hash_has_no_collisions_among_neighbours() -> None:
     hashed = scrambled(torch.arange(100_000))
     assert hashed.unique().numel() == 100_000 and int(hashed.max()) < 2**32
 
 
-def test_wrong_arguments_are_errors() -> None:
+def test_wrong_arguments_are_named() -> None:
     net: Any = mt.mc_dropout(mlp(0.5))
     for draws in (0, -1, 2.5, True, "auto"):
         with pytest.raises(ValueError, match="draws must be a whole number, 1 or more"):
@@ -239,9 +244,3 @@ def test_wrong_arguments_are_errors() -> None:
         mt.freeze(net, 2, seed=-1)
     with pytest.raises(ValueError, match="net must be a multitude, got Sequential"):
         mt.freeze(net.network, 2)
-
-
-def test_members_that_share_weights_are_frozen_as_they_are() -> None:
-    net = cases.build("batch_ensemble", cases.NETWORKS["mlp"].model(), "mlp").eval()
-    x, _ = cases.NETWORKS["mlp"].batch()
-    assert torch.equal(mt.freeze(net, 8)(x), net(x))

@@ -1,4 +1,4 @@
-"""Export to ONNX: onnxruntime says what torch says."""
+"""Export to ONNX: ONNX Runtime predicts what torch predicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("onnxscript")
 
 
 def some(names: Mapping[str, Any] | list[str], *fast: str) -> list[Any]:
-    """The names as cases, slow ones but for these: an export takes a second or two."""
+    """Return cases, of which all but `fast` are slow, because each export takes a second or two."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -37,8 +37,8 @@ def mlp(dropout: float = 0.5) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(dropout), nn.Linear(12, 5)).eval()
 
 
-def answers(path: Path, x: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What onnxruntime says."""
+def outputs_of(path: Path, x: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run a file with ONNX Runtime."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feed = {name: tensor.numpy() for name, tensor in (x if isinstance(x, Mapping) else {"x": x}).items()}
     names = [output.name for output in session.get_outputs()]
@@ -46,7 +46,7 @@ def answers(path: Path, x: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def same(path: Path, predictive: mt.Predictive, x: Any) -> None:
-    got = answers(path, x)
+    got = outputs_of(path, x)
     if predictive.task == "classification":
         want = {
             "probs": predictive.probs,
@@ -72,12 +72,13 @@ NETS: dict[str, Callable[[], mt.Multitude]] = {
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", some(NETS, "deep_ensemble", "batch_ensemble", "mimo"))
-def test_a_file_answers_batches_of_any_size_as_the_network_does(name: str, tmp_path: Path) -> None:
+def test_a_file_predicts_batches_of_any_size_as_the_network_does(name: str, tmp_path: Path) -> None:
     net = NETS[name]().eval()
     path = to_onnx(net, tmp_path / "net.onnx", X)
     for x in (X, OTHER, OTHER[:1]):
         same(path, net.predict(x), x)
     assert os.listdir(tmp_path) == ["net.onnx"]
+    assert os.getcwd().encode() not in path.read_bytes() and b".py" not in path.read_bytes()
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     for value, dim in ((model.graph.input[0], 0), (model.graph.output[0], 0), (model.graph.output[3], 1)):
@@ -93,10 +94,12 @@ DRAWING: dict[str, Callable[[], mt.Multitude]] = {
 
 @pytest.mark.parametrize("name", some(DRAWING, "mc_dropout", "own layer"))
 def test_a_network_that_draws_is_frozen_first(name: str, tmp_path: Path) -> None:
-    net = DRAWING[name]().eval()
+    net, state = DRAWING[name]().train(), torch.get_rng_state()
     path = to_onnx(net, tmp_path / "net.onnx", X, draws=3, seed=4)
+    assert all(module.training for module in net.modules()) and torch.equal(torch.get_rng_state(), state)
+    net.eval()
     same(path, mt.freeze(net, 3, seed=4).predict(OTHER), OTHER)
-    assert answers(path, OTHER)["members"].shape == (3 * net.members, 9, 5)
+    assert outputs_of(path, OTHER)["members"].shape == (3 * net.members, 9, 5)
 
 
 @pytest.mark.slow
@@ -117,7 +120,7 @@ def test_a_calibrated_networks_probabilities_are_calibrated(scaling: str, tmp_pa
     calibrated = calibrate(net, (x, y), scaling=scaling, conformal=None)
     path = to_onnx(calibrated, tmp_path / "net.onnx", X)
     same(path, calibrated.predict(OTHER), OTHER)
-    assert (answers(path, OTHER)["probs"] - net.predict(OTHER).probs).abs().max() > 1e-3
+    assert (outputs_of(path, OTHER)["probs"] - net.predict(OTHER).probs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("task", some(["regression", "gaussian"], "gaussian"))
@@ -154,19 +157,6 @@ def test_networks_of_several_inputs_are_called_by_name_or_number(tmp_path: Path)
     same(path, net.predict((OTHER, two)), {"x0": OTHER, "x1": two})
 
 
-def test_the_network_is_left_as_it_was(tmp_path: Path) -> None:
-    net = mt.mc_dropout(mlp()).train()
-    state = torch.get_rng_state()
-    to_onnx(net, tmp_path / "net.onnx", X, draws=2, seed=0)
-    assert net.training and all(module.training for module in net.modules())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_file_tells_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> None:
-    path = to_onnx(mt.deep_ensemble(mlp(), 2), tmp_path / "net.onnx", X)
-    assert os.getcwd().encode() not in path.read_bytes() and b".py" not in path.read_bytes()
-
-
 # -- what is wrong -----------------------------------------------------------------------------------------
 
 
@@ -175,42 +165,37 @@ def test_the_file_tells_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> 
     [lambda net, x: x if x.sum() > 0 else -x, lambda net, x: torch.linalg.svdvals(x.unflatten(1, (3, 2)))],
     ids=["branching", "singular"],
 )
-def test_a_network_that_cannot_be_exported_is_one_sentence(forward: Callable[..., Tensor], tmp_path: Path) -> None:
+def test_a_network_that_cannot_be_exported_is_refused(forward: Callable[..., Tensor], tmp_path: Path) -> None:
     net = mt.Multitude(Of(forward))
     net.task = "regression"
-    with pytest.raises(ValueError, match="the network cannot be exported to ONNX: ") as told:
+    with pytest.raises(ValueError, match="the network cannot be exported to ONNX: ") as error:
         to_onnx(net, tmp_path / "net.onnx", X)
-    assert "\n" not in str(told.value) and os.listdir(tmp_path) == []
+    assert "\n" not in str(error.value) and os.listdir(tmp_path) == []
 
 
-def test_a_file_that_says_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = to_onnx(mt.deep_ensemble(mlp(), 2), tmp_path / "net.onnx", X).read_bytes()
-    with pytest.raises(
-        ValueError, match="the exported network is wrong: its probs for a batch of 4 differ from torch's"
-    ):
+def test_a_file_with_other_predictions_is_not_kept(tmp_path: Path) -> None:
+    old = to_onnx(mt.Multitude(mlp()), tmp_path / "net.onnx", X).read_bytes()
+    with pytest.raises(ValueError, match="the exported network is wrong: probs for a batch of 4 differs from torch"):
         to_onnx(mt.deep_ensemble(mlp(), 3), tmp_path / "net.onnx", X, tolerance=1e-12)
     assert os.listdir(tmp_path) == ["net.onnx"] and (tmp_path / "net.onnx").read_bytes() == old
 
 
-def test_a_stream_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got Stream.*export its network, stream.net"):
-        to_onnx(mt.temporal(mlp()), tmp_path / "net.onnx", X)
-
-
-def test_wrong_arguments_are_errors(tmp_path: Path) -> None:
-    net = mt.deep_ensemble(mlp(), 2)
-    with pytest.raises(ValueError, match="does not fit the network"):
-        to_onnx(net, tmp_path / "net.onnx", torch.ones(3, 4))
-    with pytest.raises(ValueError, match="example must be one batch of inputs"):
-        to_onnx(net, tmp_path / "net.onnx", torch.ones(0, 6))
-    with pytest.raises(ValueError, match="path must be a file in a folder that exists"):
-        to_onnx(net, tmp_path / "nowhere" / "net.onnx", X)
-    with pytest.raises(ValueError, match="tolerance must be above 0"):
-        to_onnx(net, tmp_path / "net.onnx", X, tolerance=0)
-    with pytest.raises(ValueError, match="draws must be a whole number"):
-        to_onnx(mt.mc_dropout(mlp()), tmp_path / "net.onnx", X, draws=0)
-    with pytest.raises(ValueError, match="net must be a multitude, got str"):
-        to_onnx("net", tmp_path / "net.onnx", X)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"example": torch.ones(3, 4)}, "does not fit the network"),
+        ({"example": torch.ones(0, 6)}, "example must be one batch with at least one input"),
+        ({"path": Path("nowhere", "net.onnx")}, "path must be a file in a folder that exists"),
+        ({"tolerance": 0}, "tolerance must be above 0"),
+        ({"net": mt.mc_dropout(mlp()), "draws": 0}, "draws must be a whole number"),
+        ({"net": "net"}, "net must be a multitude or a network, got str"),
+        ({"net": mt.temporal(mlp())}, r"got Stream.*pass its network, stream.net"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arguments = {"net": mt.Multitude(mlp()), "path": "net.onnx", "example": X} | arguments
+    with pytest.raises(ValueError, match=message):
+        to_onnx(arguments.pop("net"), tmp_path / arguments.pop("path"), arguments.pop("example"), **arguments)
     assert os.listdir(tmp_path) == []
 
 

@@ -256,7 +256,7 @@ def test_bad_arguments_are_errors() -> None:
         (lambda: cyclic_lr(sgd(), 10, 2.5), "cycles must be a whole number, 1 or more, got 2.5"),
         (lambda: cyclic_lr(sgd(), 10, 11), "cycles must be at most steps=10, got 11"),
         (lambda: snapshots(model, []), "checkpoints must be 1 or more, got 0"),
-        (lambda: snapshots(model, [{}]), r"checkpoints\[0\] does not fit the model: it lacks"),
+        (lambda: snapshots(model, [{}]), r"checkpoints\[0\] does not fit the model: .* is missing"),
         (lambda: snapshots(3, []), "model must be an nn.Module, or a function that builds one, got int"),
         (lambda: sampler(cycles=0), "cycles must be a whole number, 1 or more, got 0"),
         (lambda: sampler(dataset_size=0), "dataset_size must be a whole number, 1 or more, got 0"),

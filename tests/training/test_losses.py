@@ -1,4 +1,4 @@
-"""A loss may be read late, when its optimizer skips a bad step by itself: nothing else changes."""
+"""Losses that are read late: fused optimizers skip bad steps, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 from multitudes.training import late_losses as losses
 from multitudes.training.fit import fit
-from tests.training.test_fit import X, Y
+from tests.training.training_cases import X, Y
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    # On a CPU reading late saves nothing, but a fused optimizer can skip a step there as well.
-    monkeypatch.setattr(losses, "can_hold_back", lambda optimizer: optimizer.defaults["fused"])
+    # Fused optimizers skip steps on a CPU too.
+    monkeypatch.setattr(losses, "can_skip_steps", lambda optimizer: optimizer.defaults["fused"])
     return request.param
 
 
@@ -44,7 +44,7 @@ def batches(count: int = 4) -> list:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_is_the_same_as_with_waiting(device, name):
+def test_late_reading_does_not_change_training(device, name):
     late, history = trained(device, batches(), name)
     waiting, expected = trained(device, batches(), name, fused=False)
     torch.testing.assert_close(late.state_dict(), waiting.state_dict())
@@ -53,7 +53,7 @@ def test_training_is_the_same_as_with_waiting(device, name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [1, 2, 3])
-def test_a_bad_loss_is_reported_for_its_own_step_and_changes_no_weight(device, name, bad):
+def test_a_bad_loss_is_reported_for_its_step_and_changes_no_weight(device, name, bad):
     good = batches()
     kept: list[dict] = []
     after = [lambda progress: kept.append({n: p.detach().clone() for n, p in progress.net.named_parameters()}) and None]
@@ -69,20 +69,20 @@ def test_a_bad_loss_is_reported_for_its_own_step_and_changes_no_weight(device, n
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_the_very_last_loss_is_read_too(device):
+def test_the_last_loss_is_read_too(device):
     with pytest.raises(FloatingPointError, match=r"step 4 \(epoch 1\)"):
         trained(device, [*batches(3), (X[:16] * math.nan, Y[:16])])
 
 
-def test_a_callback_gets_the_loss_of_its_own_step(device):
+def test_a_callback_gets_the_loss_of_its_step(device):
     seen: list[float] = []
     _, history = trained(device, batches(), callbacks=[lambda p: seen.append(p.loss)])
     assert seen[4] == history[0].loss == pytest.approx(sum(seen[:4]) / 4)
 
 
-def test_only_a_fused_optimizer_on_a_gpu_is_late():
+def test_only_fused_optimizers_on_a_gpu_read_late():
     for fused in (True, False):
-        assert not losses.can_hold_back(torch.optim.Adam(nn.Linear(2, 2).parameters(), fused=fused))
+        assert not losses.can_skip_steps(torch.optim.Adam(nn.Linear(2, 2).parameters(), fused=fused))
     if torch.cuda.is_available():
-        assert losses.can_hold_back(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters(), fused=True))
-        assert not losses.can_hold_back(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters()))
+        assert losses.can_skip_steps(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters(), fused=True))
+        assert not losses.can_skip_steps(torch.optim.Adam(nn.Linear(2, 2).cuda().parameters()))

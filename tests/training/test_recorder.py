@@ -1,4 +1,4 @@
-"""Recording checkpoints during training, and recomputing batch-norm statistics."""
+"""Recorded checkpoints, and recomputed batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from multitudes.training.batches import Batches
 from multitudes.training.fit import fit
 from multitudes.training.recorder import Recorder, Trajectory
 from tests.zoo.drawing_cases import Jitter
+from tests.zoo.of_parts import Of
 
 
 class Scalar(nn.Module):
@@ -41,7 +42,7 @@ class Scalar(nn.Module):
 
 
 def recorded(net: Scalar, *values: float, **options: object) -> Recorder:
-    """A recorder of the network at these values, one after the other."""
+    """Record the network at these values."""
     recorder = Recorder(net, **options)
     for value in values:
         net.at(value)
@@ -58,7 +59,7 @@ def normed(dropout: float = 0.0) -> nn.Sequential:
 # -- the recorder ------------------------------------------------------------------------------------------
 
 
-def test_the_recorded_moments_of_1_2_3_are_those_by_hand() -> None:
+def test_recorded_moments_equal_those_by_hand() -> None:
     net = Scalar()
     recorder = Recorder(net, keep=2)
     means, squares = [], []
@@ -71,12 +72,12 @@ def test_the_recorded_moments_of_1_2_3_are_those_by_hand() -> None:
     assert squares == pytest.approx([1.0, 5 / 2, 14 / 3])
     assert recorder.variance["weight"].item() == pytest.approx(2 / 3)
     assert recorder.mean["running_mean"].item() == pytest.approx(20.0)
-    assert recorder.mean["mask"].tolist() == [0.0, -torch.inf], "what never changes is its own mean"
+    assert recorder.mean["mask"].tolist() == [0.0, -torch.inf]
     assert recorder.variance["mask"].tolist() == [0.0, 0.0]
-    assert "count" not in recorder.mean, "a counter has no average"
+    assert "count" not in recorder.mean  # a counter
 
 
-def test_the_last_k_checkpoints_are_kept_as_they_were(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_unchanged(tmp_path: Path) -> None:
     for directory in (None, tmp_path):
         net = Scalar()
         recorder = recorded(net, 0, 1, 2, 3, 4, keep=3, folder=directory)
@@ -92,7 +93,7 @@ def test_the_last_k_checkpoints_are_kept_as_they_were(tmp_path: Path) -> None:
     assert names == [*(f"checkpoint-0000000{i}.safetensors" for i in (3, 4, 5)), "moments.safetensors"]
 
 
-def test_moments_agree_with_numpy_where_squares_would_cancel() -> None:
+def test_moments_agree_with_numpy_for_large_means() -> None:
     net = nn.Linear(20, 10)
     recorder = Recorder(net, keep=4)
     seen = []
@@ -105,36 +106,30 @@ def test_moments_agree_with_numpy_where_squares_would_cancel() -> None:
 
 
 def test_low_precision_weights_are_averaged_in_float32() -> None:
-    net = nn.Linear(1, 1).bfloat16()
-    recorder = Recorder(net, keep=1)
-    for value in (1.0, 1.0078125):  # neighbours in bfloat16
+    recorder = Recorder(net := nn.Linear(1, 1).bfloat16(), keep=1)
+    for value in (1.0, 1.0078125):  # neighbors in bfloat16
         nn.init.constant_(net.weight, value)
         recorder.record()
-    assert recorder.mean["weight"].dtype == torch.float32
-    assert recorder.mean["weight"].item() == 1.00390625
+    assert recorder.mean["weight"].dtype == torch.float32 and recorder.mean["weight"].item() == 1.00390625
     assert recorder[0]["weight"].dtype == torch.bfloat16
 
 
-def test_recording_after_each_step_ends_no_training() -> None:
-    net = nn.Linear(2, 2)
-    recorder = Recorder(net)
-    history = fit(net, [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], 3, callbacks=[lambda _: recorder.step()])
-    assert len(history) == 3 and recorder.count == 6  # after each step, and after each epoch
-
-
-def test_every_nth_step_is_recorded() -> None:
+def test_every_nth_step_is_recorded_also_as_a_callback() -> None:
     recorder = Recorder(net := Scalar(), every=3)
     for step in range(1, 8):
         net.at(step)
         recorder.step()
         assert recorder.count == step // 3
     assert [state["weight"].item() for state in recorder] == [3.0, 6.0]
+    recorder = Recorder(linear := nn.Linear(2, 2))
+    history = fit(linear, [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], 3, callbacks=[lambda _: recorder.step()])
+    assert len(history) == 3 and recorder.count == 6  # after each step, and after each epoch
 
 
 def test_a_recording_on_disk_is_continued_only_when_asked(tmp_path: Path) -> None:
     net = Scalar()
     recorded(net, 1, 2, 3, keep=2, folder=tmp_path / "new" / "run")
-    with pytest.raises(ValueError, match="holds a recording already: pass resume=True"):
+    with pytest.raises(ValueError, match="already holds a recording: pass resume=True"):
         Recorder(net, keep=2, folder=tmp_path / "new" / "run")
     again = recorded(net, 4, keep=2, folder=tmp_path / "new" / "run", resume=True)
     assert [state["weight"].item() for state in again] == [3.0, 4.0]
@@ -145,7 +140,7 @@ def test_a_recording_on_disk_is_continued_only_when_asked(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("when", ["before the moments", "before the removal"])
-def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
+def test_an_interrupted_recording_counts_every_checkpoint_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     def killed(*_: object) -> None:
@@ -166,7 +161,7 @@ def test_a_recording_that_was_cut_short_counts_every_checkpoint_once(
     assert [state["weight"].item() for state in again] == [2.0, 6.0]
 
 
-def test_without_safetensors_only_the_disk_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_folder_needs_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     Recorder(Scalar()).record()
     with pytest.raises(ImportError, match=r"pip install 'multitudes\[safetensors\]'"):
@@ -174,16 +169,12 @@ def test_without_safetensors_only_the_disk_is_out_of_reach(tmp_path: Path, monke
 
 
 def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-            self.embed, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-            self.out.weight = self.embed.weight
-
-    for net in (Tied(), mt.deep_ensemble(normed(), members=3), mt.batch_ensemble(normed(), members=2)):
-        directory = tmp_path / type(net).__name__
-        for recorder in (Recorder(net), Recorder(net, folder=directory)):
+    tied = nn.ModuleList(
+        [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Embedding(5, 4), nn.Linear(4, 5)]
+    )
+    tied[2].weight = tied[1].weight
+    for net in (tied, mt.deep_ensemble(normed(), members=3), mt.batch_ensemble(normed(), members=2)):
+        for recorder in (Recorder(net), Recorder(net, folder=tmp_path / type(net).__name__)):
             recorder.record()
             assert recorder[0].keys() == net.state_dict().keys()
             for name, tensor in net.state_dict().items():
@@ -198,23 +189,22 @@ def test_any_network_is_recorded_also_with_tied_or_strided_weights(tmp_path: Pat
         (lambda: Recorder(Scalar(), every=1.5), "every must be a whole number, 1 or more"),
         (lambda: Recorder(Scalar(), keep=True), "keep must be a whole number, 1 or more"),
         (lambda: Recorder({}), "net must be an nn.Module, got dict"),
-        (lambda: Recorder(Scalar(), resume=True), "resume=True needs the folder"),
+        (lambda: Recorder(Scalar(), resume=True), "resume=True needs folder="),
         (lambda: Recorder(Scalar()).mean, "nothing has been recorded yet"),
         (lambda: Recorder(nn.LazyLinear(3)).record(), "parameter 'weight' has no shape yet"),
     ],
 )
-def test_wrong_use_of_a_recorder_raises_one_sentence(use: Callable[[], object], sentence: str) -> None:
+def test_wrong_uses_of_a_recorder_are_refused(use: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         use()
 
 
 def test_weights_that_are_not_finite_are_not_recorded() -> None:
     recorder = Recorder(net := Scalar())
-    assert recorder and len(recorder) == 0
     net.at(torch.nan)
     with pytest.raises(ValueError, match="parameter 'weight' holds NaN or infinite values, so nothing was recorded"):
         recorder.record()
-    assert len(recorder) == 0
+    assert recorder and len(recorder) == 0
 
 
 LINEAR = nn.Linear(2, 3)
@@ -230,9 +220,9 @@ STATE = LINEAR.state_dict()
         ([STATE, LINEAR], r"checkpoints\[1\] must be a state dict, got Linear"),
         ([], "checkpoints must be 1 or more, got 0"),
         (Recorder(LINEAR), "checkpoints must be 1 or more, got 0"),
-        ([STATE, {"weight": STATE["weight"]}], r"checkpoints\[1\] does not fit the model: it lacks 'bias'"),
-        ([STATE | {"more": STATE["bias"]}], r"checkpoints\[0\] does not fit the model: it holds 'more'"),
-        ([nn.Linear(2, 4).state_dict()], r"'weight' has shape \[4, 2\] against \[3, 2\]"),
+        ([STATE, {"weight": STATE["weight"]}], r"checkpoints\[1\] does not fit the model: 'bias' is missing"),
+        ([STATE | {"more": STATE["bias"]}], r"checkpoints\[0\] does not fit the model: 'more' is unexpected"),
+        ([nn.Linear(2, 4).state_dict()], r"'weight' has shape \[4, 2\], not \[3, 2\]"),
     ],
 )
 def test_checkpoints_that_do_not_fit_are_refused(checkpoints: object, sentence: str) -> None:
@@ -244,7 +234,7 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoints: object, sentence: 
 
 
 def batches_in_every_form(x: Tensor, y: Tensor) -> dict[str, object]:
-    """Two batches of four, or what comes to the same."""
+    """Return two batches of four rows in every form."""
     return {
         "list": [x[:4], x[4:]],
         "pairs": [(x[:4], y[:4]), [x[4:], y[4:]]],
@@ -256,7 +246,7 @@ def batches_in_every_form(x: Tensor, y: Tensor) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("form", list(batches_in_every_form(torch.zeros(8), torch.zeros(8))))
-def test_statistics_are_those_of_torchs_own_update(form: str) -> None:
+def test_statistics_equal_those_of_torchs_update_bn(form: str) -> None:
     x, y = torch.randn(8, 3) * 2 + 1, torch.randint(4, (8,))
     network = normed(dropout=0.5).eval()
     with torch.no_grad():
@@ -267,12 +257,12 @@ def test_statistics_are_those_of_torchs_own_update(form: str) -> None:
     before = copy.deepcopy(network.state_dict())
     modes = [module.training for module in network.modules()]
     batches = Batches(batches_in_every_form(x, y)[form])
-    for _ in range(2):  # an iterator, too, can be iterated again
+    for _ in range(2):  # also for an iterator
         got = statistics(network, {}, batches)
         torch.testing.assert_close(got["1.running_mean"], want[1].running_mean)
         torch.testing.assert_close(got["1.running_var"], want[1].running_var)
         assert got["1.num_batches_tracked"].item() == 2
-        # The second norm sees what the first gives in training mode, without dropout.
+        # The input of the second norm comes from the first in training mode, without dropout.
         torch.testing.assert_close(got["5.running_mean"], inner.mean(0))
     assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
     assert [module.training for module in network.modules()] == modes
@@ -295,28 +285,21 @@ def test_a_tensor_is_cut_into_equal_parts_and_one_batch_is_exact() -> None:
     torch.testing.assert_close(got["running_var"], x.var(0))
 
 
-def test_statistics_are_of_the_given_weights_and_of_expectations() -> None:
+def test_statistics_use_the_given_weights_and_expectations() -> None:
     network = nn.Sequential(nn.Linear(2, 2, bias=False), Jitter(), nn.BatchNorm1d(2))
     x, weight = torch.randn(6, 2), torch.randn(2, 2)
     got = statistics(network, {"0.weight": weight}, Batches(x))
     torch.testing.assert_close(got["2.running_mean"], (x @ weight.T).mean(0))
 
 
-def test_a_norm_that_is_never_reached_keeps_what_it_has() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-            self.free = nn.BatchNorm1d(2, track_running_stats=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.free(self.used(x))
-
-    got = statistics(Unused(), {}, Batches(torch.randn(5, 2)))
+def test_norms_that_do_not_run_get_no_statistics() -> None:
+    free = nn.BatchNorm1d(2, track_running_stats=False)
+    norms = {"used": nn.BatchNorm1d(2), "unused": nn.BatchNorm1d(2), "free": free}
+    got = statistics(Of(lambda net, x: net.free(net.used(x)), **norms), {}, Batches(torch.randn(5, 2)))
     assert {name.split(".")[0] for name in got} == {"used"}
 
 
-def test_accuracy_is_the_share_of_right_classes() -> None:
+def test_accuracy_is_the_share_of_correct_classes() -> None:
     x = torch.eye(3)
     assert accuracy(nn.Identity(), {}, Batches((x, torch.tensor([0, 1, 1])))) == pytest.approx(2 / 3)
     dense, labels = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
@@ -326,7 +309,7 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
     for data in (x, (x, torch.zeros(3))):
         with pytest.raises(ValueError, match="accuracy needs classes as targets"):
             accuracy(nn.Identity(), {}, Batches(data))
-    with pytest.raises(ValueError, match=r"classes of shape \[3, 1\] for answers of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"classes of shape \[3, 1\], predictions have \[3\]"):
         accuracy(nn.Identity(), {}, Batches((x, torch.zeros(3, 1, dtype=torch.int64))))
 
 
@@ -345,6 +328,6 @@ ROWS = torch.randn(4, 3)
         (["no tensor"], "a batch must be, or start with, a tensor"),
     ],
 )
-def test_data_that_cannot_be_measured_on_is_refused(data: object, sentence: str) -> None:
+def test_invalid_data_is_refused(data: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         statistics(normed(), {}, Batches(data))

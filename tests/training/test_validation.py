@@ -1,66 +1,121 @@
-"""Validation in training: the best weights, patience, and a training that goes on as it would without."""
+"""Validation: scores as other libraries compute them, the best weights, patience, and an unchanged training."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.metrics import log_loss, mean_pinball_loss, mean_squared_error
 from torch import Tensor, nn
+from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 import multitudes as mt
 from multitudes.training.fit import fit
+from tests.training.training_cases import (
+    HELD,
+    HELD_X,
+    HELD_Y,
+    METHODS,
+    WRONG,
+    X,
+    Y,
+    equal,
+    loader,
+    network,
+    own_loader,
+    run_in_two_processes,
+)
+from tests.zoo.of_parts import Of
 
-X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
-Y = (X[:, 0] > 0).long() + (X[:, 1] > 1).long()
-HELD_X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
-HELD_Y = (HELD_X[:, 0] > 0).long() + (HELD_X[:, 1] > 1).long()
-HELD = [(HELD_X[:24], HELD_Y[:24]), (HELD_X[24:], HELD_Y[24:])]
+# -- scores ------------------------------------------------------------------------------------------------
 
 
-def network(dropout: float = 0.0, outputs: int = 3) -> nn.Sequential:
+def score(net: mt.Multitude, y: Tensor, **options: object) -> float:
+    """Return the score of a network by a training that hardly changes it."""
+    batches = [(HELD_X[:30], y[:30]), (HELD_X[30:], y[30:])]
+    return fit(net, [(HELD_X, y)], 1, lr=1e-30, validation=batches, **options)[0].validation
+
+
+def members(outputs: int, task: str) -> mt.Multitude:
+    torch.manual_seed(2)
+    return mt.deep_ensemble(nn.Linear(8, outputs), 3, task=task, seed=3)
+
+
+def test_classes_are_scored_by_the_log_of_the_mean_probability():
+    net = members(3, "classification")
+    probs = net(HELD_X).detach().double().softmax(-1).mean(0)
+    assert score(net, HELD_Y) == pytest.approx(log_loss(HELD_Y, probs, labels=[0, 1, 2]), rel=1e-6)
+    assert score(net, HELD_Y, stop_by="error") == score(net, HELD_Y)
+    soft = probs.roll(1, 0)
+    want = -(soft * probs.log()).sum(1).mean().item()
+    assert score(net, soft) == pytest.approx(want, rel=1e-6)
+
+
+def test_binary_targets_are_scored_by_the_log_of_the_mean_probability():
+    yes = (HELD_Y > 0).long()
+    net = members(1, "binary")
+    probs = net(HELD_X).sigmoid().mean(0).detach().double()
+    assert score(net, yes) == pytest.approx(log_loss(yes, probs[:, 0]), rel=1e-6)
+    labels = torch.stack([yes, (HELD_Y == 2).long()], 1)
+    net = members(2, "multilabel")
+    probs = net(HELD_X).sigmoid().mean(0).detach().double()
+    want = (log_loss(labels[:, 0], probs[:, 0]) + log_loss(labels[:, 1], probs[:, 1])) / 2
+    assert score(net, labels) == pytest.approx(want, rel=1e-6)
+
+
+def test_ignored_tokens_do_not_count():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, outputs))
+    x, y = torch.randint(5, (6, 7)), torch.randint(5, (6, 7))
+    y[:, 4:] = -100
+    y[0, 1:] = -100
+    net = mt.deep_ensemble(nn.Embedding(5, 5), 2, task="tokens", seed=0)
+    probs = net(x).softmax(-1).mean(0)
+    want = -probs.log().gather(2, y.clamp(min=0)[..., None])[..., 0][y >= 0].mean().item()
+    history = fit(net, [(x, y)], 1, lr=1e-30, validation=[(x[:1], y[:1]), (x[1:], y[1:])])
+    assert history[0].validation == pytest.approx(want, rel=1e-6)
 
 
-def loader() -> DataLoader:
-    return DataLoader(TensorDataset(X, Y), 16, shuffle=True)
+def test_gaussians_are_scored_by_the_density_of_their_mixture_or_by_the_error_of_its_mean():
+    y = HELD_X[:, :2] * 2 - 1
+    net = members(4, "gaussian")
+    means, raw = net(HELD_X).detach().double().chunk(2, 2)
+    parts = Normal(means.movedim(0, -1), (nn.functional.softplus(raw) + 1e-6).sqrt().movedim(0, -1))
+    mixture = MixtureSameFamily(Categorical(torch.ones(3, dtype=torch.float64)), parts)
+    assert score(net, y) == pytest.approx(-mixture.log_prob(y.double()).mean().item(), rel=1e-6)
+    want = math.sqrt(mean_squared_error(y, means.mean(0)))
+    assert score(net, y, stop_by="error") == pytest.approx(want, rel=1e-6)
 
 
-def equal(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, b.state_dict()[name]) for name, p in a.state_dict().items())
+def test_values_are_scored_by_squared_errors_and_quantiles_by_their_pinball_loss():
+    y = HELD_X[:, :1] * 2 - 1
+    net = members(1, "regression")
+    mean = net(HELD_X).mean(0).detach().double()
+    assert score(net, y) == pytest.approx(mean_squared_error(y, mean), rel=1e-6)
+    assert score(net, y, stop_by="error") == pytest.approx(math.sqrt(mean_squared_error(y, mean)), rel=1e-6)
+    net = members(3, "quantiles")
+    net.quantiles = (0.1, 0.5, 0.8)
+    q = net(HELD_X).mean(0).detach().double()
+    want = sum(mean_pinball_loss(y[:, 0], q[:, i], alpha=a) for i, a in enumerate(net.quantiles)) / 3
+    assert score(net, y[:, 0]) == pytest.approx(want, rel=1e-6)
 
 
-METHODS = {
-    "network": lambda: network(0.3),
-    "deep ensemble": lambda: mt.deep_ensemble(network(0.3), 3, seed=0),
-    "packed": lambda: mt.packed(network(), 4, 2, seed=0),
-    "batch ensemble": lambda: mt.batch_ensemble(network(), 4, seed=0),
-    "masksembles": lambda: mt.masksembles(network(), 4, 2.0, seed=0),
-    "dropout": lambda: mt.mc_dropout(network(0.3)),
-    "variance": lambda: mt.variance(network(), seed=0),
-    "mimo": lambda: mt.mimo(network(), 2, seed=0),
-    "dropout members": lambda: mt.deep_ensemble(mt.mc_dropout(network(0.3)), 2, seed=0),
-}
+def test_validation_may_have_weights():
+    weight = torch.rand(40, generator=torch.Generator().manual_seed(5))
+    net = members(3, "classification")
+    probs = net(HELD_X).detach().double().softmax(-1).mean(0)
+    batches = [(HELD_X[:30], HELD_Y[:30], weight[:30]), (HELD_X[30:], HELD_Y[30:], weight[30:])]
+    got = fit(net, [(HELD_X, HELD_Y)], 1, lr=1e-30, validation=batches)[0].validation
+    assert got == pytest.approx(log_loss(HELD_Y, probs, sample_weight=weight, labels=[0, 1, 2]), rel=1e-6)
 
 
 # -- the best weights --------------------------------------------------------------------------------------
 
 
-def wrong() -> list[tuple[Tensor, Tensor]]:
-    """What nobody learns from the training data."""
-    return [(HELD_X, (HELD_Y + 1) % 3)]
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["network", "deep ensemble", "masksembles", "variance"])
 def test_the_weights_of_the_best_epoch_are_restored_in_place(method):
     net = METHODS[method]()
     places = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
@@ -74,12 +129,20 @@ def test_the_weights_of_the_best_epoch_are_restored_in_place(method):
             assert p.validation is None
 
     rate = 0.5 if method == "variance" else 0.2
-    history = fit(net, loader(), 6, lr=rate, validation=wrong(), seed=1, callbacks=[keep])
+    history = fit(net, loader(), 6, lr=rate, validation=WRONG, seed=1, callbacks=[keep])
     assert len(history) == 6 and net.training
     best = min(history, key=lambda epoch: epoch.validation).epoch
-    assert best < 6, "or nothing is restored"
+    assert best < 6
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, seen[best][name]) and tensor.data_ptr() == places[name]
+
+
+def test_the_moving_average_is_validated_and_its_best_epoch_kept():
+    net = mt.Multitude(network())
+    history = fit(net, loader(), 6, lr=0.2, seed=0, average=0.9, validation=WRONG)
+    probs = net.eval().predict(WRONG[0][0]).probs
+    score = -probs.gather(1, WRONG[0][1][:, None]).log().mean()
+    assert score.item() == pytest.approx(min(epoch.validation for epoch in history), rel=1e-5)
 
 
 def test_patience_counts_epochs_without_a_better_score():
@@ -117,23 +180,43 @@ def test_a_score_that_is_nan_is_never_the_best():
     net = Broken()
     net.runs.fill_(7)
     history = fit(net, [(X, Y)], 5, validation=HELD, patience=2)
-    assert len(history) == 2 and net.runs == 9, "where there is no best, the last weights stay"
+    assert len(history) == 2 and net.runs == 9  # without a best epoch, the last weights stay
 
 
 def test_a_callback_that_ends_the_training_leaves_the_best_weights():
     net, other = network(), network()
-    history = fit(net, loader(), 5, validation=wrong(), seed=0, callbacks=[lambda p: p.step == 8])
+    history = fit(net, loader(), 5, validation=WRONG, seed=0, callbacks=[lambda p: p.step == 8])
     assert len(history) == 1
-    fit(other, loader(), 5, validation=wrong(), seed=0, callbacks=[lambda p: p.epoch_ended])
+    fit(other, loader(), 5, validation=WRONG, seed=0, callbacks=[lambda p: p.epoch_ended])
     assert equal(net, other)
 
 
-# -- a training that goes on as it is ----------------------------------------------------------------------
+# -- the training does not change --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+class Memory(nn.Module):
+    """Adds its output for the last batch, and a mean over all batches in any mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.before = nn.Linear(8, 3), 0.0
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+        out = out + 0.1 * self.before + self.mean
+        self.before = out.detach().mean(0)
+        return out
+
+
+MAKERS = {"memory": Memory, "memory of members": lambda: mt.deep_ensemble(Memory(), 2, seed=0)} | METHODS
+
+
+@pytest.mark.parametrize("method", ["network", "packed", "dropout", "variance", "mimo", "memory", "memory of members"])
 def test_training_is_the_same_with_validation_and_without(method):
-    plain, validated = METHODS[method](), METHODS[method]()
+    plain, validated = MAKERS[method](), MAKERS[method]()
     want = fit(plain, loader(), 3, seed=4)
     ends: list[dict[str, Tensor]] = []
 
@@ -147,141 +230,43 @@ def test_training_is_the_same_with_validation_and_without(method):
     assert all(torch.equal(tensor, ends[-1][name]) for name, tensor in plain.state_dict().items())
 
 
-class Remembers(nn.Module):
-    """Adds what it gave to the batch before, and a mean over all batches that it has seen in any mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.before = nn.Linear(8, 3), 0.0
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, x):
-        out = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
-        out = out + 0.1 * self.before + self.mean
-        self.before = out.detach().mean(0)
-        return out
+# -- inputs and bad arguments -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Remembers, lambda: mt.deep_ensemble(Remembers(), 2, seed=0)])
-def test_what_a_network_remembers_between_batches_is_left_alone(make):
-    torch.manual_seed(0)
-    plain = make()
-    torch.manual_seed(0)
-    validated = make()
-    want = [epoch.loss for epoch in fit(plain, loader(), 3, seed=4)]
-    assert [epoch.loss for epoch in fit(validated, loader(), 3, seed=4, validation=HELD)] == want
-
-
-class Killed(Exception):
-    pass
-
-
-def kill_at(step, at_the_end=False):
-    def callback(p):
-        if p.step == step and p.epoch_ended == at_the_end:
-            raise Killed
-
-    return callback
-
-
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_training_that_was_interrupted_ends_like_one_that_was_not(method, tmp_path):
-    whole, pieces = METHODS[method](), METHODS[method]()
-    settings = {"seed": 3, "checkpoint_seconds": 0, "lr": 0.2, "validation": wrong(), "patience": 3}
-    history = fit(whole, loader(), 8, **settings)
-    for step in (2, 6, 7, 12, 13, 20):
-        for at_the_end in (False, True):
-            if at_the_end and step % 6:
-                continue
-            with pytest.raises(Killed):
-                callbacks = [kill_at(step, at_the_end)]
-                fit(METHODS[method](), loader(), 8, checkpoint=tmp_path / "c", callbacks=callbacks, **settings)
-    resumed = fit(pieces, loader(), 8, checkpoint=tmp_path / "c", **settings)
-    again = METHODS[method]()
-    ended = fit(again, loader(), 8, checkpoint=tmp_path / "c", callbacks=[kill_at(1)], **settings)
-    assert equal(whole, pieces) and equal(whole, again)
-    for one in (resumed, ended):
-        assert [(e.loss, e.validation) for e in one] == [(e.loss, e.validation) for e in history]
-
-
-@pytest.mark.parametrize("epoch", [1, 3])
-@pytest.mark.parametrize("batch", [0, 1])
-def test_ctrl_c_while_scores_are_computed_saves_the_last_step(epoch, batch, tmp_path):
-    class Interrupts:
-        """Held-out batches, at one of which Ctrl-C is pressed."""
-
-        epochs = 0
-
-        def __iter__(self):
-            self.epochs += 1
-            for number, each in enumerate(HELD):
-                if (self.epochs - 1, number) == (epoch, batch):  # the first look is before the training
-                    signal.raise_signal(signal.SIGINT)
-                yield each
-
-    whole, pieces, seen = METHODS["dropout"](), METHODS["dropout"](), []
-    history = fit(whole, loader(), 4, seed=3, validation=HELD)
-    settings = {"seed": 3, "checkpoint": tmp_path / "c"}
-    with pytest.raises(KeyboardInterrupt):
-        fit(METHODS["dropout"](), loader(), 4, validation=Interrupts(), **settings)
-    resumed = fit(pieces, loader(), 4, validation=HELD, callbacks=[lambda p: seen.append(p)], **settings)
-    assert seen[0].epoch_ended and seen[0].epoch == epoch
-    assert equal(whole, pieces)
-    assert [(e.loss, e.validation) for e in resumed] == [(e.loss, e.validation) for e in history]
-
-
-# -- any input, bad arguments ------------------------------------------------------------------------------
-
-
-class Sequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(7, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        hidden, _ = self.lstm(self.embedding(input_ids) * attention_mask[..., None])
-        return {"logits": self.head(hidden[:, -1])}
+def read(net, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+    hidden, _ = net.lstm(net.embedding(input_ids) * attention_mask[..., None])
+    return {"logits": net.head(hidden[:, -1])}
 
 
 @pytest.mark.parametrize("method", [lambda model: model, lambda model: mt.deep_ensemble(model, 2), mt.mc_dropout])
-def test_mappings_of_keyword_arguments_are_validated_on(method):
+def test_mappings_of_keyword_arguments_are_validated(method):
     torch.manual_seed(0)
-    model = Sequences()
-    if method is mt.mc_dropout:
-        model.head = nn.Sequential(nn.Dropout(0.5), model.head)
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2))
+    model = Of(read, embedding=nn.Embedding(7, 8), lstm=nn.LSTM(8, 8, batch_first=True), head=head)
     ids = torch.randint(7, (12, 5))
     batch = {"input_ids": ids, "attention_mask": torch.ones(12, 5), "labels": (ids[:, -1] > 3).long()}
     history = fit(method(model), [batch], 8, optimizer="adam", lr=0.05, validation=[batch], patience=8)
     assert history[-1].validation < history[0].validation
 
 
-def test_a_generator_of_held_out_batches_is_enough_for_all_epochs():
+def test_validation_data_may_be_a_generator_or_a_loader():
     history = fit(network(), loader(), 3, validation=iter(HELD))
     assert all(epoch.validation > 0 for epoch in history)
-
-
-def test_batches_of_a_loader_are_those_of_one_epoch():
-    part = mt.data.Part(X, Y)
-    data = mt.data.Data("rows", part, part, part, classes=("a", "b", "c"), columns=tuple("abcdefgh"))
-    held = mt.data.Loader(part, data, 16)
-    plain, other = network(), network()
-    want = [e.validation for e in fit(plain, loader(), 2, seed=1, validation=list(mt.data.Loader(part, data, 16)))]
-    assert [e.validation for e in fit(other, loader(), 2, seed=1, validation=held)] == want
-
-
-def test_without_validation_there_are_no_scores():
+    want, got = (
+        [epoch.validation for epoch in fit(network(), loader(), 2, seed=1, validation=validation)]
+        for validation in (list(own_loader()), own_loader())
+    )
+    assert got == want
     assert [epoch.validation for epoch in fit(network(), loader(), 2)] == [None, None]
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"patience": 3}, r"patience=3 needs a score to wait for: pass validation="),
+        ({"patience": 3}, r"patience=3 needs a validation score: pass validation="),
         ({"patience": 0, "validation": HELD}, "patience must be a whole number, 1 or more, got 0"),
         ({"validation": []}, "validation must hold at least one batch, got none"),
-        ({"validation": (HELD_X, HELD_Y)}, r"validation must hold batches, got one \(tuple\)"),
+        ({"validation": (HELD_X, HELD_Y)}, r"validation must be a list of batches, got a single tuple"),
         ({"validation": 3}, "validation must be an iterable of batches, got int"),
         ({"validation": [HELD_X]}, r"batch 0 of validation must have targets, \(x, y\), got an input alone"),
         ({"validation": [(HELD_X[:, :5], HELD_Y)]}, r"batch 0 of validation: x of shape \[40, 5\]"),
@@ -302,50 +287,25 @@ def test_bad_arguments_are_named_before_the_first_step(options, sentence):
     assert True not in steps and (not steps or "batch 1" in sentence)
 
 
-def test_validation_that_weighs_nothing_is_one_sentence():
-    with pytest.raises(ValueError, match="validation must hold at least one target that counts, got weights of 0"):
+def test_validation_without_weight_is_refused():
+    with pytest.raises(ValueError, match="validation must have at least one target with a weight above 0"):
         fit(network(), loader(), 2, validation=[(HELD_X, HELD_Y, torch.zeros(40))])
-
-
-def test_a_checkpoint_of_a_training_with_another_validation_is_refused(tmp_path):
-    fit(network(), loader(), 2, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match=r"is of a training with stop_by=None, now it is 'score'"):
-        fit(network(), loader(), 2, checkpoint=tmp_path / "c", validation=HELD)
 
 
 # -- two processes -----------------------------------------------------------------------------------------
 
 WORKER = """
-import json, os, sys, torch
-from accelerate import Accelerator
-from safetensors.torch import save_file
-from tests.training.test_validation import X, Y, fit, mt, network, wrong
-
-folder, rank = sys.argv[1], int(os.environ["RANK"])
-torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-accelerator = Accelerator(cpu=True)
-torch.manual_seed(rank)  # a different state must not lead to different decisions
+import json
 net = mt.deep_ensemble(network(), 2, seed=0)
-batches = list(zip(X.split(16), Y.split(16)))
-history = fit(net, batches, 9, lr=0.2, accelerator=accelerator, validation=wrong(), patience=2)
+history = fit(net, batches, 9, lr=0.2, accelerator=accelerator, validation=WRONG, patience=2)
 save_file(dict(net.named_parameters()), f"{folder}/{rank}.safetensors")
 open(f"{folder}/{rank}.json", "w").write(json.dumps([epoch.validation for epoch in history]))
-accelerator.wait_for_everyone()
-torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_best_epoch_and_on_the_last(tmp_path):
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    env |= {"PYTHONPATH": os.pathsep.join([str(Path(mt.__file__).parents[1]), str(Path(__file__).parents[2])])}
-    command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    workers = [subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    try:
-        assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()  # where one has failed, the other still waits for it
+    run_in_two_processes(WORKER, tmp_path)
     scores = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert scores[0] == scores[1]
     assert len(scores[0]) == scores[0].index(min(scores[0])) + 3 < 9

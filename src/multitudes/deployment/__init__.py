@@ -1,6 +1,5 @@
-"""Deployment: `deploy` makes a trained network as fast as possible on its machine.
+"""`deploy`: a fast copy of a trained network, verified against the network.
 
-Imports `ensemble`, `metrics`, `evaluation` and `files`. `deploy.py` chooses an engine of `engines.py`, and
-`preparation.py` reduces the network's computation. Each optimization has its own file: folded norms, fused
-convolutions, CUDA graphs, ONNX Runtime. Each is verified against the network.
+Imports `ensemble`, `metrics`, `evaluation` and `files`. `preparation.py` reduces the computation, and `deploy.py`
+chooses one of the engines: torch (`engines.py`), ONNX Runtime (`onnx_engine.py`), or CUDA graphs (`cuda_graphs.py`).
 """

@@ -1,7 +1,7 @@
-"""Capture a network's kernels for inputs of one shape as one CUDA graph, with fused convolutions.
+"""Capture a network's kernels for one input shape as a CUDA graph.
 
-A network of convolutions is traced, its convolutions are fused, and each runs in its fastest way; so does a stochastic
-network. Any other is compiled. For members, all promising ways to run them are captured, and the fastest is kept.
+A convolutional network, or one that draws, is traced and its convolutions are fused. Any other network is compiled. For
+members, all promising runners are captured, and the fastest graph is kept.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ import torch
 from torch import Tensor, fx
 
 from multitudes.base.checks import plural
-from multitudes.deployment.engines import Plain
-from multitudes.deployment.fusion import Way, choose, convolution, count_convolutions, fuse_convolutions, take
-from multitudes.deployment.graph_draws import Noise, drawn, noise_of
-from multitudes.deployment.operation_graph import CannotTrace, check_waits, trace
+from multitudes.deployment.engines import TorchEngine
+from multitudes.deployment.fusion import Way, apply_ways, best_ways, convolution, count_convolutions, fuse_convolutions
+from multitudes.deployment.graph_draws import Noise, draw_function, noise_of
+from multitudes.deployment.operation_graph import CannotTrace, check_synchronization, trace
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.packing.pointwise import plain_convolutions
 from multitudes.networks.calls import Input, mapped, tensors_in
 from multitudes.networks.settings import holding
 
-Told = list[tuple[str, str]]
+SummaryRows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A function to capture: how its members and convolutions run, and rows for the summary."""
+class Plan:
+    """A function to capture, its runner, the ways of its convolutions, and rows of the summary."""
 
-    function: Callable[..., Tensor]  # holds the weights that a graph reads
+    function: Callable[..., Tensor]  # keeps the weights that the graph reads
     runner: str
     ways: Sequence[Way]
-    told: Told
+    summary_rows: SummaryRows
 
 
 class Captured:
-    """One CUDA graph: inputs are copied to its input tensors, and outputs to a new tensor.
+    """One CUDA graph. A call copies inputs to its input tensors, and its output to a new tensor.
 
-    `noise` holds the random numbers of its draws, which are generated inside the graph.
+    The graph generates the random numbers in `noise`.
     """
 
-    def __init__(self, recipe: Recipe, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
-        self.recipe, self.batched, self.noise = recipe, batched, noise
+    def __init__(self, plan: Plan, x: Input, batched: Sequence[bool], pool: Any, noise: Noise | None) -> None:
+        self.plan, self.batched, self.noise = plan, batched, noise
         self.inputs = [tensor.clone() for tensor in tensors_in(x)]
         self.rows = len(self.inputs[0])
         before = torch.cuda.memory_reserved()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), _tuned():
-            _warmed(self._run)
-            with recording(self.graph, pool, () if noise is None else noise.generators.values()):
+        with torch.no_grad(), _cudnn_benchmark():
+            _warm_up(self._run)
+            with capturing(self.graph, pool, () if noise is None else noise.generators.values()):
                 self.output = self._run()
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def _run(self) -> Tensor:
         if self.noise is None:
-            return self.recipe.function(*self.inputs)
+            return self.plan.function(*self.inputs)
         self.noise.fill()
-        return self.recipe.function(*self.inputs, *self.noise.numbers)
+        return self.plan.function(*self.inputs, *self.noise.numbers)
 
     def size(self) -> str:
         return str(self.rows) if self.noise is None else f"{self.rows} (x {plural(self.noise.draws, 'draw')})"
@@ -79,10 +79,10 @@ class Captured:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Record kernels, and numbers of these generators, into a graph inside the context, instead of running them.
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Capture kernels in a graph inside the context, including random numbers of these generators.
 
-    On failure, torch's random state, allocator and current stream are restored.
+    If that fails, torch's random state, allocator and current stream are restored.
     """
     for generator in generators:
         graph.register_generator_state(generator)
@@ -105,9 +105,8 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch
 
 
 def _recover(pool: Any) -> None:
-    """Reset torch's state after a failed capture, which torch does not notice: otherwise all further random numbers
-    of the device raise. A successful capture resets it."""
-    with suppress(RuntimeError, AttributeError):  # torch has noticed
+    """Reset torch's state after a failed capture by a successful one, or else random functions of the device raise."""
+    with suppress(RuntimeError, AttributeError):  # torch has ended it already
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
@@ -116,8 +115,8 @@ def _recover(pool: Any) -> None:
 
 
 @contextmanager
-def _tuned() -> Iterator[None]:
-    """Let cuDNN benchmark its algorithms inside the context."""
+def _cudnn_benchmark() -> Iterator[None]:
+    """Turn cuDNN's benchmarks on inside the context."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     try:
         yield
@@ -125,8 +124,8 @@ def _tuned() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def _warmed(function: Callable[[], Any]) -> None:
-    """Call a function a few times on a separate stream, as required before a capture."""
+def _warm_up(function: Callable[[], Any]) -> None:
+    """Call a function a few times on another stream, as a capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -136,20 +135,20 @@ def _warmed(function: Callable[[], Any]) -> None:
 
 
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
-    """Time the kernels of a call, excluding launch time; infinite if it cannot be captured."""
+    """Time the kernels of a call, without launches; infinite if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
-        with _tuned():
-            _warmed(function)
-            with recording(graph, torch.cuda.graph_pool_handle()):
+        with _cudnn_benchmark():
+            _warm_up(function)
+            with capturing(graph, torch.cuda.graph_pool_handle()):
                 for _ in range(calls):
                     function()
     except RuntimeError:
         return math.inf
-    return _replayed(graph) / calls
+    return _replay_time(graph) / calls
 
 
-def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
+def _replay_time(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
     times = []
     for _ in range(repeats + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -165,11 +164,11 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int = 3) -> float:
 
 
 def capture(
-    plain: Plain, x: Input, batched: Sequence[bool], pool: Any, like: Recipe | None, draws: int = 0
+    plain: TorchEngine, x: Input, batched: Sequence[bool], pool: Any, like: Plan | None, draws: int = 0
 ) -> Captured:
     """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
-    With the recipe of a graph for another size, the slow timing and compiling is skipped.
+    With `like`, the plan of a graph for another size, the slow timing and compiling are skipped.
     """
     best: Captured | None = None
     reason = ""
@@ -177,18 +176,18 @@ def capture(
     for runner in runners:
         try:
             noise = noise_of(plain, x, draws) if draws else None
-            call = _called(plain, x, runner) if noise is None else drawn(plain, x)
+            call = _forward_function(plain, x, runner) if noise is None else draw_function(plain, x)
             tensors = [*tensors_in(x), *(() if noise is None else noise.numbers)]
-            make = _whole if noise is None and not _convolves(plain.net) else _fused
+            make = _plan_unfused if noise is None and not _convolves(plain.net) else _plan_fused
             found = Captured(make(call, tensors, runner, like), x, batched, pool, noise)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            reason = f"there is not enough memory for one ({str(error).splitlines()[0]})"
+            reason = f"not enough memory for a graph ({str(error).splitlines()[0]})"
             continue
         except (RuntimeError, ValueError) as error:  # includes CannotTrace
             reason = reason or str(error).strip().splitlines()[0]
             continue
-        if best is None or _replayed(found.graph) < _replayed(best.graph):
+        if best is None or _replay_time(found.graph) < _replay_time(best.graph):
             best = found
     if best is None:
         raise CannotTrace(reason)
@@ -196,8 +195,8 @@ def capture(
 
 
 def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
-    """Return the candidate ways to run members: batched kernels, or one member after the other."""
-    if not isinstance(net, Members) or draws:  # stochastic members run one after the other
+    """Return the runners to try: batched kernels, or one member after the other."""
+    if not isinstance(net, Members) or draws:  # members that draw run one after the other
         return [""]
     if not _convolves(net):
         return ["loop" if net.refusal("vmapped", x) else "vmapped"]
@@ -205,13 +204,13 @@ def _runners(net: Multitude, x: Input, draws: int) -> list[str]:
 
 
 def _convolves(net: Multitude) -> bool:
-    """Return whether a network has at least as many convolution kernels as matrices."""
+    """Return whether a network has 2-d convolutions, and at least as many convolution kernels as matrices."""
     ranks = [parameter.dim() for parameter in net.network.parameters()]
     return sum(rank > 2 for rank in ranks) >= ranks.count(2) and 4 in ranks
 
 
-def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
-    """Wrap a network as a function of the tensors in `x`."""
+def _forward_function(plain: TorchEngine, x: Input, runner: str) -> Callable[..., Tensor]:
+    """Return the network as a function of the tensors in `x`."""
 
     def call(*tensors: Tensor) -> Tensor:
         given = iter(tensors)
@@ -222,52 +221,51 @@ def _called(plain: Plain, x: Input, runner: str) -> Callable[..., Tensor]:
     return call
 
 
-def _whole(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
-    """Return a recipe for a network without fusion, compiled if possible."""
+def _plan_unfused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Plan | None) -> Plan:
+    """Return a plan without fusion, compiled if possible."""
     with torch.no_grad():
         call(*tensors)  # fill caches before the capture
         try:
-            check_waits(call, tensors)
-        except CannotTrace:  # the value may be a constant
-            return _fused(call, tensors, runner, like)
+            check_synchronization(call, tensors)
+        except CannotTrace:  # may be a constant in a trace
+            return _plan_fused(call, tensors, runner, like)
         if like is not None:
-            return Recipe(call, runner, (), [("kernels", "torch's own")])
+            return Plan(call, runner, (), [("kernels", "torch's own")])
         try:
             with torch._dynamo.config.patch(recompile_limit=256):
                 quick = torch.compile(call, dynamic=False)
                 quick(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # compilers raise anything
+        except Exception as error:  # compilers raise errors of any class
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            return Recipe(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
-    return Recipe(quick, runner, (), [("kernels", "compiled")])
+            return Plan(call, runner, (), [("kernels", f"torch's own; not compiled: {why}")])
+    return Plan(quick, runner, (), [("kernels", "compiled")])
 
 
-def _fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Recipe | None) -> Recipe:
-    """Trace a network and fuse its convolutions, each in its fastest way or in that of another recipe."""
+def _plan_fused(call: Callable[..., Tensor], tensors: list[Tensor], runner: str, like: Plan | None) -> Plan:
+    """Return a plan with fused convolutions, each in its fastest way or that of the plan `like`."""
     with torch.no_grad(), plain_convolutions():
         call(*tensors)
         graph = trace(call, tensors)
         fused = fuse_convolutions(graph)
-        check_waits(graph, tensors)
+        check_synchronization(graph, tensors)
         if like is not None and len(like.ways) == count_convolutions(graph):
-            take(graph, like.ways)
-            return Recipe(graph, runner, like.ways, like.told)
-        ways = choose(graph, tensors, milliseconds)
-        take(graph, ways)
-        told = _ways_told(ways, fused)
+            apply_ways(graph, like.ways)
+            return Plan(graph, runner, like.ways, like.summary_rows)
+        ways = best_ways(graph, tensors, milliseconds)
+        apply_ways(graph, ways)
+        rows = _describe_ways(ways, fused)
         if _left_over(graph) > WORTH_COMPILING:
-            with suppress(Exception):  # compilers raise anything; the graph is correct without
+            with suppress(Exception):  # compilers raise errors of any class; the graph works uncompiled
                 quick = torch.compile(graph, dynamic=False)
                 quick(*tensors)
-                return Recipe(quick, runner, ways, [*told, ("the rest" if ways else "kernels", "compiled")])
-    return Recipe(graph, runner, ways, told)
+                return Plan(quick, runner, ways, [*rows, ("the rest" if ways else "kernels", "compiled")])
+    return Plan(graph, runner, ways, rows)
 
 
 WORTH_COMPILING = 0.1
-"""Compile a graph if pointwise functions and norms write more than this share of what convolutions write. If
-convolutions absorb everything else, only pooling and the last layer are left."""
+"""Compile a graph if pointwise functions and norms write more than this share of what convolutions write."""
 
 
 def _left_over(graph: fx.GraphModule) -> float:
@@ -282,11 +280,11 @@ def _left_over(graph: fx.GraphModule) -> float:
     return written / max(1, by_convolutions)
 
 
-def _ways_told(ways: Sequence[Way], fused: int) -> Told:
+def _describe_ways(ways: Sequence[Way], fused: int) -> SummaryRows:
     if not ways:
         return []
     one_call = sum(way.fused for way in ways)
-    told = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one call of cuDNN")]
+    rows = [("convolutions", f"{one_call} of {fused} with bias, residual and ReLU in one cuDNN call")]
     counts = Counter(way.groups for way in ways)
     groups = ", ".join(f"{counts[each]} of {plural(each, 'group')}" for each in sorted(counts))
-    return [*told, ("", groups)] if max(counts, default=1) > 1 else told
+    return [*rows, ("", groups)] if max(counts, default=1) > 1 else rows

@@ -1,9 +1,8 @@
-"""Fuse a convolution, its bias, a residual addition and ReLU into one call of cuDNN.
+"""Fuse a convolution, its bias, a residual addition and ReLU into one cuDNN call.
 
-cuDNN has single kernels for `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)`, which read and
-write each activation once. With members side by side, a convolution of M groups may also run with fewer, denser groups,
-whose weight is zero between members: more multiplications, but in larger blocks. The fastest way per layer is found by
-timing it in place (`choose`).
+cuDNN has single kernels for `relu(convolution(x) + bias)` and `relu(convolution(x) + other + bias)`. A convolution with
+one group per member may also run with fewer, denser groups, whose weight is zero between members: more multiplications,
+but in larger blocks. `best_ways` times the ways of each layer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from multitudes.deployment.operation_graph import constant, tidied, with_constant
+from multitudes.deployment.operation_graph import constant, remove_unused, with_constant
 from multitudes.ensemble.packing.pointwise import block_diagonal
 
 aten = torch.ops.aten
@@ -50,7 +49,7 @@ def convolution(
 
 
 def fuse_convolutions(graph: fx.GraphModule) -> int:
-    """Replace convolutions and the operations around them in a traced graph by `convolution`; count those with ReLU."""
+    """Replace convolutions and the operations after them with `convolution`; return the number of those with ReLU."""
     _views_last(graph)
     for relu in _calls(graph, aten.relu.default):
         node, other = _convolution_and_other(graph, relu.args[0])
@@ -59,7 +58,7 @@ def fuse_convolutions(graph: fx.GraphModule) -> int:
                 bias, other = _biases(graph, node, other)
                 _replace(graph, relu, node, bias, other, relu=True)
     fused = count_convolutions(graph)
-    tidied(graph)
+    remove_unused(graph)
     for node in _calls(graph, aten.convolution.default):
         if _is_convolution(graph, node):
             with graph.graph.inserting_before(node):
@@ -72,9 +71,9 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _views_last(graph: fx.GraphModule) -> None:
-    """Move reshapes of convolution outputs behind the following sum or ReLU.
+    """Move reshapes of convolution outputs behind the next sum or ReLU.
 
-    Draws are folded into the batch for each convolution, and separated after it.
+    A network that draws reshapes around each convolution, to fold draws into the batch.
     """
     for node in list(graph.graph.nodes):
         if node.target is aten.relu.default and _is_once(node.args[0]) and node.args[0].target in _VIEWS:
@@ -93,23 +92,23 @@ def _views_last(graph: fx.GraphModule) -> None:
             late = graph.graph.call_function(aten.reshape.default, (early, [*_value(node).shape]))
             late.meta = dict(node.meta)
         node.replace_all_uses_with(late)
-    tidied(graph)
+    remove_unused(graph)
 
 
 def _viewed_operand(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the convolution that an addition takes reshaped, and its other addend of the same size."""
+    """Return the convolution whose reshaped output is one addend, and the other addend."""
     for one, other in (node.args, node.args[::-1]):
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one.target not in _VIEWS:
             continue
         before = one.args[0]
-        if _is_once(one) and _is_once(before) and _is_convolution(graph, before) and _alike(one, other):
+        if _is_once(one) and _is_once(before) and _is_convolution(graph, before) and _same_form(one, other):
             assert isinstance(before, fx.Node)
             return before, other
     return None
 
 
 def _lay_out(graph: fx.GraphModule) -> None:
-    """Make every `convolution` compute channels-last, and following views accept any layout."""
+    """Make every `convolution` compute in channels-last, and later views accept any layout."""
     for node in _calls(graph, convolution):
         weight = constant(graph, node.args[1])
         assert weight is not None
@@ -117,7 +116,7 @@ def _lay_out(graph: fx.GraphModule) -> None:
             node.update_arg(1, with_constant(graph, weight.contiguous(memory_format=torch.channels_last)))
     for node in _calls(graph, aten.view.default):
         node.target = aten.reshape.default
-    tidied(graph)
+    remove_unused(graph)
 
 
 def _calls(graph: fx.GraphModule, function: Any) -> list[fx.Node]:
@@ -125,7 +124,7 @@ def _calls(graph: fx.GraphModule, function: Any) -> list[fx.Node]:
 
 
 def _replace(graph: fx.GraphModule, whole: fx.Node, node: fx.Node, bias: Any, other: Any, relu: bool) -> None:
-    """Replace `whole` by `convolution`; `node` is the convolution in it."""
+    """Replace the node `whole`, which contains the convolution `node`, with `convolution`."""
     x, weight, _, *geometry = node.args[:6]
     args: Any = (x, weight, bias, other, relu, *(tuple(each) for each in geometry), node.args[8], True)  # type: ignore
     fused = graph.graph.call_function(convolution, args)
@@ -134,13 +133,13 @@ def _replace(graph: fx.GraphModule, whole: fx.Node, node: fx.Node, bias: Any, ot
 
 
 def _convolution_and_other(graph: fx.GraphModule, given: Any) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return the convolution before a ReLU, and what was added to it; None if there is no convolution."""
+    """Return the convolution before a ReLU and its other addend, each None if there is none."""
     if _is_once(given) and _is_convolution(graph, given):
         return given, None
     if not _is_once(given) or given.target is not aten.add.Tensor or given.kwargs:
         return None, None
     for node, other in (given.args, given.args[::-1]):
-        if _is_once(node) and _is_convolution(graph, node) and isinstance(other, fx.Node) and _alike(node, other):
+        if _is_once(node) and _is_convolution(graph, node) and isinstance(other, fx.Node) and _same_form(node, other):
             return node, other
     return None, None
 
@@ -158,7 +157,7 @@ def _is_convolution(graph: fx.GraphModule, node: Any) -> bool:
     return weight is not None and weight.dim() == 4 and known and not node.args[6]
 
 
-def _alike(node: fx.Node, other: fx.Node) -> bool:
+def _same_form(node: fx.Node, other: fx.Node) -> bool:
     one, two = (_value(each) for each in (node, other))
     return one is not None and two is not None and (one.shape, one.dtype) == (two.shape, two.dtype)
 
@@ -168,7 +167,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _biases(graph: fx.GraphModule, node: fx.Node, other: fx.Node | None) -> tuple[fx.Node, fx.Node | None]:
-    """Merge the biases into one, including that of the other addend if it is a convolution too."""
+    """Return the bias, merged with that of the other addend if it is a convolution too."""
     weight = constant(graph, node.args[1])
     own = constant(graph, node.args[2])
     assert weight is not None
@@ -187,14 +186,14 @@ def _biases(graph: fx.GraphModule, node: fx.Node, other: fx.Node | None) -> tupl
 
 @dataclass(frozen=True)
 class Way:
-    """How a convolution runs: its number of groups, and whether it is fused with the operations after it."""
+    """Number of groups of a convolution, and whether it is fused with the operations after it."""
 
     groups: int
     fused: bool
 
 
 def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
-    """Return the weight of the same convolution with fewer groups, zero between the original ones.
+    """Return the weight of the same convolution with fewer groups, which is zero between the original groups.
 
     >>> merged(torch.ones(4, 1, 1, 1), 4, 2)[:, :, 0, 0]
     tensor([[1., 0.],
@@ -206,10 +205,10 @@ def merged(weight: Tensor, groups: int, fewer: int) -> Tensor:
     return torch.cat([block_diagonal(part) for part in parts])
 
 
-def choose(
+def best_ways(
     graph: fx.GraphModule, tensors: list[Tensor], milliseconds: Callable[[Callable[[], Any]], float]
 ) -> list[Way]:
-    """Time the ways of each `convolution` of a graph on its inputs; return the fastest of each, in order."""
+    """Time the ways of each `convolution` of a graph; return the fastest of each, in order."""
     chooser = _Chooser(graph, milliseconds)
     with torch.no_grad():
         chooser.run(*tensors)
@@ -221,7 +220,7 @@ def count_convolutions(graph: fx.GraphModule) -> int:
     return len(_calls(graph, convolution))
 
 
-def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
+def apply_ways(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
     """Apply a way to each `convolution` of a graph, in order."""
     for node, way in zip(_calls(graph, convolution), ways, strict=True):
         weight = constant(graph, node.args[1])
@@ -232,11 +231,11 @@ def take(graph: fx.GraphModule, ways: Sequence[Way]) -> None:
                 wide = merged(weight, groups, way.groups).contiguous(memory_format=torch.channels_last)
                 node.update_arg(1, with_constant(graph, wide))
         node.args = (*node.args[:8], way.groups, way.fused)
-    tidied(graph)
+    remove_unused(graph)
 
 
-MOST_GROUPS = 64
-"""Maximum groups for which denser forms are tried; beyond, most products would be zero."""
+MAX_GROUPS = 64
+"""Maximum groups for which denser forms are tried."""
 
 
 class _Chooser(fx.Interpreter):
@@ -244,7 +243,7 @@ class _Chooser(fx.Interpreter):
         super().__init__(graph)
         self.milliseconds = milliseconds
         self.chosen: list[Way] = []
-        self.known: dict[Any, Way] = {}  # layers of equal sizes are timed once
+        self.known: dict[Any, Way] = {}  # equal layers are timed once
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is convolution:
@@ -256,13 +255,13 @@ class _Chooser(fx.Interpreter):
         return super().run_node(n)
 
     def _fastest(self, args: Any) -> Way:
-        """Return the fastest number of groups, fused if possible unless separate calls are faster."""
+        """Return the fastest number of groups, fused unless separate calls are faster."""
         relu, groups = args[4], args[8]
-        fewer = [g for g in (groups, 4, 2, 1) if g <= groups and groups % g == 0] if groups <= MOST_GROUPS else [groups]
+        fewer = [g for g in (groups, 4, 2, 1) if g <= groups and groups % g == 0] if groups <= MAX_GROUPS else [groups]
         times = {way: self._time(args, way) for way in dict.fromkeys(Way(count, relu) for count in fewer)}
         best = min(times, key=lambda way: times[way])
-        apart = Way(best.groups, False)
-        return apart if relu and self._time(args, apart) < times[best] else best
+        separate = Way(best.groups, False)
+        return separate if relu and self._time(args, separate) < times[best] else best
 
     def _time(self, args: Any, way: Way) -> float:
         x, weight, bias, other, relu, stride, padding, dilation, groups, _ = args

@@ -1,8 +1,7 @@
 """Draws for CUDA graphs: a network's draws as a function of its input and of random numbers.
 
-Stochastic layers request their numbers in one place (`networks/stochastic.py`). One run records these requests. In a
-graph the numbers are tensors, filled by the graph's kernels from the usual sources, so a seed gives the same draws as
-the network.
+One run records the random numbers that layers request (`networks/stochastic.py`). In a graph these numbers are tensors,
+which kernels of the graph fill from the usual generators, so that a seed gives the same draws as in the network.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multitudes.deployment.engines import Plain
+from multitudes.deployment.engines import TorchEngine
 from multitudes.deployment.operation_graph import CannotTrace
 from multitudes.draws.engine import cost_key
 from multitudes.ensemble.members import Members
@@ -28,8 +27,8 @@ from multitudes.networks.vmap import at_once
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Numbers that a layer requests in each draw; those of draw d come from the source `d * stride + start`."""
+class NumberRequest:
+    """Numbers that a layer requests in each draw; draw d takes them from the source `d * stride + start`."""
 
     kind: str
     shape: tuple[int, ...]
@@ -38,8 +37,8 @@ class Asked:
     start: int
 
 
-class _Sources(Draw):
-    """A draw that tracks the source of its numbers: each member of a network has its own sources."""
+class _SourceDraw(Draw):
+    """A draw that tracks the source of its numbers, since each member has its own sources."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)
@@ -48,7 +47,7 @@ class _Sources(Draw):
     @contextmanager
     def of_member(self, index: int | Tensor, members: int) -> Iterator[None]:
         if isinstance(index, Tensor):
-            raise CannotTrace("its members draw at once")
+            raise CannotTrace("its members draw together")
         before = self.stride, self.start
         self.stride, self.start = self.stride * members, self.start * members + index
         try:
@@ -58,20 +57,20 @@ class _Sources(Draw):
             self.stride, self.start = before
 
 
-class _Recorded(_Sources):
-    """A draw that records the requested numbers."""
+class _RecordingDraw(_SourceDraw):
+    """A draw that records the requests for numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[Asked] = []
+        self.requests: list[NumberRequest] = []
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.asked.append(Asked(kind, shape, dtype, self.stride, self.start))
+        self.requests.append(NumberRequest(kind, shape, dtype, self.stride, self.start))
         return super().numbers(kind, shape, dtype, device)
 
 
-class _Given(_Sources):
-    """A draw with given numbers."""
+class _SuppliedDraw(_SourceDraw):
+    """A draw that returns given numbers."""
 
     given: Iterator[Tensor]
 
@@ -80,25 +79,25 @@ class _Given(_Sources):
 
 
 class Noise:
-    """The random numbers of several draws: a tensor `[D, ...]` per request, and their sources."""
+    """The random numbers of several draws: a tensor `[D, ...]` per request, and their generators."""
 
-    def __init__(self, asked: Sequence[Asked], draws: int, device: torch.device) -> None:
-        self.asked, self.draws = asked, draws
-        self.numbers = [torch.empty((draws, *each.shape), dtype=each.dtype, device=device) for each in asked]
-        sources = {number * each.stride + each.start for each in asked for number in range(draws)}
+    def __init__(self, requests: Sequence[NumberRequest], draws: int, device: torch.device) -> None:
+        self.requests, self.draws = requests, draws
+        self.numbers = [torch.empty((draws, *each.shape), dtype=each.dtype, device=device) for each in requests]
+        sources = {number * each.stride + each.start for each in requests for number in range(draws)}
         self.generators = {source: torch.Generator(device) for source in sorted(sources)}
         self.seed(0)
-        self.fill()  # arbitrary values may be invalid for a network
+        self.fill()  # a network may reject uninitialized values
 
     def seed(self, seed: int | None) -> None:
-        """Seed the generators; None takes a seed from torch's random state."""
+        """Seed the generators; None draws a seed from torch's random state."""
         chosen = int(torch.randint(2**62, ())) if seed is None else seed
         for source, generator in self.generators.items():
             generator.manual_seed(mixed(chosen, source))
 
     def fill(self) -> None:
-        """Draw the numbers, in the order in which the network requests them."""
-        for each, numbers in zip(self.asked, self.numbers, strict=True):
+        """Draw the numbers, in the order of the requests."""
+        for each, numbers in zip(self.requests, self.numbers, strict=True):
             for draw in range(self.draws):
                 generator = self.generators[draw * each.stride + each.start]
                 row = numbers[draw]
@@ -106,32 +105,32 @@ class Noise:
 
 
 @torch.no_grad()
-def noise_of(plain: Plain, x: Input, draws: int) -> Noise:
-    """Return the noise for draws of a network on inputs like `x`; raise `CannotTrace` if they cannot be batched."""
+def noise_of(plain: TorchEngine, x: Input, draws: int) -> Noise:
+    """Return the noise of draws on inputs like `x`; raise `CannotTrace` if draws cannot be batched."""
     net, cache = plain.net, plain.net._draw_cache
-    plain(x, draws=draws, seed=0)  # determines how draws are made and their cost
+    plain(x, draws=draws, seed=0)  # chooses how draws run, and measures their cost
     if cache.seeds_torch or cache.runner != "vmapped" or any(s.noise == "network" for s in _layers(net)):
-        raise CannotTrace("its draws have nothing in common, or are made one by one")
+        raise CannotTrace("its draws share no computation, or run one by one")
     cost, room = cache.costs.get(cost_key(x)), free_bytes(plain.device) / 4
     if cost is not None and cost.shared + draws * cost.each > room:
-        raise CannotTrace(f"there is not enough memory for {draws} draws at once")
-    draw = _Recorded()
+        raise CannotTrace(f"not enough memory for {draws} draws at once")
+    draw = _RecordingDraw()
     with plain.precision(), _drawing(net, draw), at_once(draws) as each:
         draw.index = each.own(torch.arange(draws))
         net._predictions(x)
-    if not draw.asked:
-        raise CannotTrace("its layers ask for no random numbers")
-    return Noise(draw.asked, draws, plain.device)
+    if not draw.requests:
+        raise CannotTrace("its layers request no random numbers")
+    return Noise(draw.requests, draws, plain.device)
 
 
-def drawn(plain: Plain, x: Input) -> Callable[..., Tensor]:
-    """Return a network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of its noise."""
+def draw_function(plain: TorchEngine, x: Input) -> Callable[..., Tensor]:
+    """Return a network's draws `[M * D, B, ...]` as a function of the tensors in `x` and of random numbers."""
     net, count = plain.net, len(tensors_in(x))
 
     def call(*tensors: Tensor) -> Tensor:
         own = iter(tensors[:count])
         given = mapped(lambda _: next(own), x)
-        numbers, draw = tensors[count:], _Given()
+        numbers, draw = tensors[count:], _SuppliedDraw()
         with plain.precision(), _drawing(net, draw), at_once(len(numbers[0])) as each:
             draw.given = map(each.own, numbers)
             found = each.whole(net._predictions(given))
@@ -146,7 +145,7 @@ def _layers(net: Multitude) -> list[Stochastic]:
 
 @contextmanager
 def _drawing(net: Multitude, draw: Draw) -> Iterator[None]:
-    """Make layers take their numbers from `draw`, and run members one after the other, inside the context."""
+    """Take the layers' numbers from `draw`, and run members one by one, inside the context."""
     with (
         plain_attention(),
         drawing(_layers(net), draw),

@@ -15,24 +15,24 @@ NLL = 0.02
 """Maximum increase of the negative log-likelihood, in nats."""
 
 VALUES = 0.05
-"""Maximum increase of the RMSE, as a share of the standard deviation of the network's predictions."""
+"""Maximum increase of the RMSE, relative to the standard deviation of the network's predictions."""
 
 
 def check_quality(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, str]]:
-    """Return the summary's row on the loss of quality; raise if it is too large.
+    """Return the summary row of the loss of quality; raise if it is too large.
 
-    Without targets the network's own predictions replace them: the share of changed labels, and the divergence from the
-    network's probabilities, which is the loss of likelihood if these are correct.
+    Without targets, the loss is relative to the network's own predictions: the share of changed labels, and the
+    divergence from the network's probabilities.
     """
     measured = (_of_classes if want.reading.classes else _of_values)(got, want, targets)
     against = "its own predictions" if targets is None else "the targets"
-    told = ", ".join(f"{name} {value:+.4f} (at most {most:+g})" for name, value, most in measured)
+    losses = ", ".join(f"{name} {value:+.4f} (at most {most:+g})" for name, value, most in measured)
     if not all(value <= most for _, value, most in measured):
         raise ValueError(
-            f"precision='int8' costs too much here, against {against}: {told}; pass more inputs as example, or "
-            "precision='float32'"
+            f"precision='int8' loses too much quality, compared with {against}: {losses}; pass more inputs as example, "
+            "or precision='float32'"
         )
-    return [("8 bits", f"against {against}: {told}")]
+    return [("8 bits", f"compared with {against}: {losses}")]
 
 
 def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
@@ -46,7 +46,7 @@ def _of_classes(got: Predictive, want: Predictive, targets: Tensor | None) -> li
 
 
 def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> list[tuple[str, float, float]]:
-    """Return the loss of the worst output, as a share of its own deviation, and that of the likelihood."""
+    """Return the loss of the worst output, relative to its standard deviation, and the loss of likelihood."""
     one, other = _outputs(got), _outputs(want)
     spread = other.std(0).maximum(0.01 * other.abs().mean(0)).clamp(min=1e-12)
     quantiles = want.quantiles is not None
@@ -68,13 +68,13 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
 
 
 def _outputs(p: Predictive) -> Tensor:
-    """Return the members' mean prediction, `[B, D]`: each quantile, or each output's mean."""
+    """Return the members' mean prediction `[B, D]`: each quantile, or each output's mean."""
     values = p.predictions.float().mean(0) if p.quantiles is not None else p.mean
     return values.double().reshape(len(values), -1)
 
 
 def _divergence(got: Predictive, want: Predictive) -> Tensor:
-    """Return the mean divergence of each output's Gaussians per member, an upper bound for the mixtures."""
+    """Return the divergence of each output's Gaussians, averaged over members; it bounds that of the mixtures."""
     (mean, variance), (right, own) = (each.member_means_and_variances for each in (got, want))
     each = kl_divergence(Normal(right.double(), own.double().sqrt()), Normal(mean.double(), variance.double().sqrt()))
     return each.reshape(each.shape[0] * each.shape[1], -1).mean(0)

@@ -1,8 +1,8 @@
-"""Fold a trained network's batch norms into the layer before or after them.
+"""Fold batch norms into the layer before or after them.
 
-In evaluation a batch norm is `x * scale + shift` per channel. One run shows which layers output exactly the tensor that
-it takes, or take exactly its output, while nothing else uses that tensor or their weights. A padded convolution cannot
-absorb a norm before it, since padding is not shifted.
+In evaluation a batch norm is `x * scale + shift` per channel. One run shows which layers produce exactly the norm's
+input, or take exactly its output, while nothing else uses that tensor or their weights. A padded convolution cannot
+absorb a norm before it, because the padding is not shifted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class Folded:
-    """A norm and the layer that absorbs it, by name; `after` means that the layer follows the norm."""
+    """Names of a norm and of the layer that absorbs it; `after`: the layer comes after the norm."""
 
     norm: str
     layer: str
@@ -34,7 +34,7 @@ class Folded:
 
 
 def fold_norms(network: nn.Module, pairs: Iterable[Folded]) -> nn.Module:
-    """Fold norms found by `foldable` into neighbouring layers, in place; return the network."""
+    """Fold norms that `foldable` found, in place; return the network."""
     for pair in pairs:
         norm = network.get_submodule(pair.norm)
         _fold(network.get_submodule(pair.layer), norm, pair.after)
@@ -64,7 +64,7 @@ def _fold(layer: Any, norm: Any, after: bool) -> None:
 
 
 def _by_input(layer: Any, values: Tensor) -> Tensor:
-    """Reshape a value per input channel to broadcast with the weight, `[O, I / groups, 1, ...]`."""
+    """Reshape values per input channel to broadcast with the weight, `[O, I / groups, 1, ...]`."""
     outputs, inputs = layer.weight.shape[:2]
     groups = getattr(layer, "groups", 1)
     own = values.view(groups, 1, inputs).expand(groups, outputs // groups, inputs).flatten(0, 1)
@@ -72,7 +72,7 @@ def _by_input(layer: Any, values: Tensor) -> Tensor:
 
 
 def _by_output(layer: Any, values: Tensor) -> Tensor:
-    """Reshape a value per output channel to the weight: `[O, 1, ...]`, or transposed `[I, O / groups, ...]`."""
+    """Reshape values per output channel to broadcast with the weight, `[O, 1, ...]` or `[I, O / groups, ...]`."""
     ones = [1] * (layer.weight.dim() - 2)
     if not isinstance(layer, _TRANSPOSED):
         return values.view(-1, 1, *ones)
@@ -84,38 +84,38 @@ def _by_output(layer: Any, values: Tensor) -> Tensor:
 
 
 def foldable(network: nn.Module, run: Callable[[], Any]) -> list[Folded]:
-    """Return the norms of a network in evaluation mode that a call of it, `run`, shows to be foldable."""
+    """Return the norms that can be folded, of a network in evaluation mode; `run` calls it."""
     names = {module: name for name, module in network.named_modules()}
     watched = [module for module in names if type(module) in (*_LAYERS, *_NORMS) and _is_plain(module)]
     if not any(type(module) in _NORMS for module in watched):
         return []
     with torch.no_grad(), recording(network, [names[module] for module in watched], functions=True) as trace:
         answer = run()
-    seen = _Seen(trace, answer)
-    held = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
+    seen = _TensorUses(trace, answer)
+    uses = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     pairs, taken = [], set()
     for norm in watched:
         fixed = type(norm) in _NORMS and not norm.training and norm.running_mean is not None
         if not fixed or len(seen.calls.get(norm, [])) != 1:
             continue
-        for layer, after in seen.neighbours(norm):
+        for layer, after in seen.neighbors(norm):
             parameters = [*layer.parameters(), *norm.parameters(), *norm.buffers()]
-            own = not any(held[id(each)] > 1 or seen.uses[id(each)] > 1 for each in parameters)
+            own = not any(uses[id(each)] > 1 or seen.uses[id(each)] > 1 for each in parameters)
             once = len(seen.calls[layer]) == 1 and norm not in taken
-            if own and once and (not after or _takes_before(layer, norm)):
+            if own and once and (not after or _can_absorb_before(layer, norm)):
                 pairs.append(Folded(names[norm], names[layer], after))
                 taken.add(norm)
     return pairs
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module has no hooks, which could use its output or compute its weights."""
+    """Return whether a module has no hooks, which could read its output or compute its weights."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any(getattr(module, hook) for hook in hooks)
 
 
-def _takes_before(layer: Any, norm: Any) -> bool:
-    """Return whether a layer can absorb a norm of its input: no padding, and as many inputs."""
+def _can_absorb_before(layer: Any, norm: Any) -> bool:
+    """Return whether a layer can absorb a norm of its input."""
     if isinstance(layer, nn.Linear):
         return bool(layer.in_features == norm.num_features)
     if not isinstance(layer, _CONVOLUTIONS) or layer.in_channels != norm.num_features:
@@ -123,11 +123,11 @@ def _takes_before(layer: Any, norm: Any) -> bool:
     return layer.padding == "valid" or not any(layer.padding if isinstance(layer.padding, tuple) else (1,))
 
 
-class _Seen:
-    """Inputs and outputs of layers, and how often each tensor was used by any function."""
+class _TensorUses:
+    """Inputs and outputs of layers in one run, and how often functions used each tensor."""
 
     def __init__(self, trace: Trace, answer: Any) -> None:
-        self.trace = trace  # keeps all tensors alive, so that addresses are unique
+        self.trace = trace  # keeps tensors alive, so that ids are unique
         used = [tensor for use in trace.functions for tensor in use.tensors]
         self.uses = Counter(id(tensor) for tensor in [*used, *tree_leaves(answer)])
         self.calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
@@ -135,8 +135,8 @@ class _Seen:
             one = len(call.args) == 1 and isinstance(call.args[0], Tensor) and isinstance(call.output, Tensor)
             self.calls.setdefault(call.module, []).append((call.args[0], call.output) if one else (None, None))
 
-    def neighbours(self, norm: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
-        """Yield the layers that alone produced a norm's input or consumed its output; the former first."""
+    def neighbors(self, norm: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
+        """Yield the layer that produced a norm's input, and the only layer that used its output, if there are any."""
         taken, given = self.calls[norm][0]
         for after, between in ((False, taken), (True, given)):
             for layer, calls in self.calls.items():

@@ -1,9 +1,8 @@
-"""The CPU engine: the network as an ONNX graph, run by ONNX Runtime, optionally in 8 bits."""
+"""The CPU engine: ONNX Runtime, optionally in 8 bits."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,51 +11,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.deployment.engines import Plain, signature, unusual
+from multitudes.deployment.engines import TorchEngine, has_special_values, signature
 from multitudes.ensemble.multitude import Multitude
-from multitudes.files.onnx_exporter import Apart, check_packages, export, keep_numbers, opened, reason, tensor_names
+from multitudes.files.onnx_exporter import (
+    ExportedMultitude,
+    check_packages,
+    export,
+    fix_noise,
+    open_session,
+    quiet,
+    reason,
+    tensor_names,
+)
 from multitudes.networks.calls import Input, plain_attention, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.trace import recording
 
-UNLIKE = {"TopK", "NonZero"}
-"""Operators that differ between ONNX Runtime and torch: tie breaking, and the mean of an empty selection, which ONNX
-Runtime makes a number."""
+DIFFERENT_OPERATORS = {"TopK", "NonZero"}
+"""Operators that ONNX Runtime computes differently: ties, and the mean of an empty selection, which is not NaN."""
 
 
-class OnnxRuntime:
+class OnnxEngine:
     """A deterministic multitude, run by ONNX Runtime with as many threads as torch.
 
-    `plain` runs inputs that the graph does not support: other non-tensor values than the example's, numbers that
-    runtimes treat differently, and inputs whose predictions are not finite.
+    `plain` runs inputs with other non-tensor values than the example, inputs that runtimes may treat differently, and
+    inputs whose predictions are not finite.
     """
 
     @torch.no_grad()
-    def __init__(self, net: Multitude, example: Input, plain: Plain, int8: bool = False) -> None:
+    def __init__(self, net: Multitude, example: Input, plain: TorchEngine, int8: bool = False) -> None:
         check_packages("deploy on a CPU")
         self.int8, self.plain, self.kind = int8, plain, signature(example, shapes=False)
         if self.kind is None:
-            raise ValueError("the example holds more than tensors and plain values")
+            raise ValueError("the example contains values other than tensors and plain values")
         self.names = tensor_names(example, ["predictions"])
         with tempfile.TemporaryDirectory() as folder, plain_attention():
-            path, raw = Path(folder) / "network.onnx", Apart(copied(net))
-            keep_numbers(raw, example)
+            path, raw = Path(folder) / "network.onnx", ExportedMultitude(copied(net))
+            fix_noise(raw, example)
             export(raw, example, path, inputs=self.names, outputs=["predictions"], about={})
             model = importlib.import_module("onnx").load(path)
-            if found := UNLIKE & {node.op_type for part in (model.graph, *model.functions) for node in part.node}:
-                raise ValueError(f"it uses {', '.join(found)}, of which ONNX Runtime makes something else")
+            if found := DIFFERENT_OPERATORS & {
+                node.op_type for part in (model.graph, *model.functions) for node in part.node
+            }:
+                raise ValueError(f"ONNX Runtime computes {', '.join(found)} differently from torch")
             given = zip(self.names, tensors_in(example), strict=True)
             indices = computed_indices(model.graph, {name for name, tensor in given if tensor.dtype in _WHOLE})
             with recording(net.network, (), tensors=False, functions=True) as trace:
                 plain(example)
             if indices or any(use.function == "one_hot" for use in trace.functions):
                 made = ", ".join(dict.fromkeys(indices or ["one_hot"]))
-                raise ValueError(f"it computes indices ({made}), of which nobody looks at the range there")
-            path = quantise(path, list(self._parts(example))) if int8 else path
-            self.session = opened(path, torch.get_num_threads())
+                raise ValueError(f"the network computes indices ({made}), whose range ONNX Runtime does not check")
+            path = quantize(path, list(self._parts(example))) if int8 else path
+            self.session = open_session(path, torch.get_num_threads())
 
     def __call__(self, x: Input, **options: Any) -> Tensor:
-        if signature(x, shapes=False) != self.kind or unusual(x):
+        if signature(x, shapes=False) != self.kind or has_special_values(x):
             return self.plain(x, **options)
         try:
             (found,) = self.session.run(None, self._feed(tensors_in(x)))
@@ -69,26 +78,26 @@ class OnnxRuntime:
         return {name: tensor.detach().contiguous().numpy() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def _parts(self, example: Input, rows: int = 32) -> Iterator[dict[str, Any]]:
-        """Yield the example in small batches."""
+        """Yield the example in small batches, for calibration."""
         tensors = tensors_in(example)
         batch = len(tensors[0])
         for start in range(0, batch, rows):
             yield self._feed([t[start : start + rows] if t.shape[:1] == (batch,) else t for t in tensors])
 
-    def told(self) -> list[tuple[str, str]]:
+    def summary_rows(self) -> list[tuple[str, str]]:
         bits = ", convolutions and products in 8 bits" if self.int8 else ""
-        return [("run by", f"ONNX Runtime{bits}, threads: {torch.get_num_threads()}")]
+        return [("engine", f"ONNX Runtime{bits}, threads: {torch.get_num_threads()}")]
 
 
 # -- indices -----------------------------------------------------------------------------------------------
-# Torch refuses an index that is out of range. ONNX Runtime counts negative ones from the end, and a one-hot vector of a
-# nonexistent class is zero. `unusual` checks given ids; networks that compute ids are refused.
+# Torch raises an error for an index out of range. ONNX Runtime counts negative indices from the end, and the one-hot
+# vector of an unknown class is zero. `has_special_values` checks ids in inputs; networks that compute ids are refused.
 
 _INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1}
-"""Operators that take indices, and the position of that input."""
+"""Operators that take indices, with the position of that input."""
 
 _OF_SHAPES = {"Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
-"""Operators whose results are valid indices of an existing tensor."""
+"""Operators whose results are valid indices."""
 
 _SAME = {"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Slice", "Expand", "Flatten", "Concat"}
 """Operators that keep values unchanged."""
@@ -99,7 +108,7 @@ _WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
 
 
 def computed_indices(graph: Any, ids: set[str]) -> list[str]:
-    """Return the operators of a graph whose indices are computed from values of its inputs, `ids` or others."""
+    """Return the operators whose indices are computed from inputs, instead of being inputs in `ids`."""
     computed = {value.name for value in graph.input} - ids
     found = []
     for node in graph.node:
@@ -118,10 +127,10 @@ def computed_indices(graph: Any, ids: set[str]) -> list[str]:
 # -- 8 bits ------------------------------------------------------------------------------------------------
 
 
-def quantise(path: Path, batches: list[dict[str, Any]]) -> Path:
-    """Write the graph with 8-bit convolutions and products next to it; `batches` are inputs by name.
+def quantize(path: Path, batches: list[dict[str, Any]]) -> Path:
+    """Write a graph with 8-bit convolutions and products next to this one; return its path.
 
-    Weights have a scale per output channel, activations one per tensor, from their values in the batches.
+    Weights have a scale per output channel, activations one per tensor, from their values in `batches`.
     """
     tools = importlib.import_module("onnxruntime.quantization")
     shapes = importlib.import_module("onnxruntime.quantization.shape_inference")
@@ -134,21 +143,18 @@ def quantise(path: Path, batches: list[dict[str, Any]]) -> Path:
             return next(self.left, None)
 
     known, found = path.with_name("shapes.onnx"), path.with_name("int8.onnx")
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        shapes.quant_pre_process(str(path), str(known), skip_symbolic_shape=True)
-        tools.quantize_static(
-            str(known),
-            str(found),
-            Reader(),
-            op_types_to_quantize=["Conv", "Gemm", "MatMul"],
-            per_channel=True,
-            # Without 8-bit products, older processors add pairs in 16 bits, which overflows.
-            reduce_range=not torch.cpu._is_vnni_supported(),
-        )
+        with quiet():
+            shapes.quant_pre_process(str(path), str(known), skip_symbolic_shape=True)
+            tools.quantize_static(
+                str(known),
+                str(found),
+                Reader(),
+                op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+                per_channel=True,
+                # Older processors add pairs of products in 16 bits, which can overflow.
+                reduce_range=not torch.cpu._is_vnni_supported(),
+            )
     except Exception as error:  # its errors have no common class
-        raise ValueError(f"the network cannot be quantised to 8 bits: {reason(error)}") from error
-    finally:
-        logging.disable(before)
+        raise ValueError(f"the network cannot be quantized to 8 bits: {reason(error)}") from error
     return found

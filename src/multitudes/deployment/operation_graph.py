@@ -1,8 +1,7 @@
-"""Trace a network's computation on an input of one shape, as a graph of torch operations.
+"""Trace a network as a graph of torch operations, for one input shape.
 
-The trace records what ran, below Python, autograd and vmap, so it is valid only for that shape. Parts that do not
-depend on the input are computed once and become constants. Code that inspects values or draws random numbers is
-refused.
+The trace is below Python, autograd and vmap. Parts that do not depend on the input become constants. Code that inspects
+values or draws random numbers is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class CannotTrace(RuntimeError):
-    """Raised with the reason why a network cannot be traced."""
+    """A network cannot be traced; the message is the reason."""
 
 
 @torch.no_grad()
@@ -28,7 +27,7 @@ def trace(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> fx.Grap
         graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*tensors)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # tracing runs user code, which may raise anything
+    except Exception as error:  # tracing runs user code
         raise CannotTrace(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__) from error
     for node in graph.graph.nodes:
         if _draws(node):
@@ -38,7 +37,7 @@ def trace(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> fx.Grap
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a function draws random numbers; attention does not if its dropout is 0."""
+    """Return whether an operation draws random numbers; attention without dropout does not."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -51,15 +50,15 @@ def _draws(node: fx.Node) -> bool:
 
 
 @torch.no_grad()
-def check_waits(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
-    """Refuse a function that synchronises the CPU with another device or copies between them, which graphs cannot."""
-    with _Waits() as waits:
+def check_synchronization(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
+    """Refuse a function that synchronizes the CPU with another device, or copies between devices."""
+    with _SynchronizationWatch() as waits:
         function(*tensors)
     if waits.reasons:
         raise CannotTrace(waits.reasons[0])
 
 
-class _Waits(TorchDispatchMode):
+class _SynchronizationWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: list[str] = []
@@ -68,7 +67,7 @@ class _Waits(TorchDispatchMode):
         found = function(*args, **(kwargs or {}))
         places = {leaf.device.type for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)}
         if places != {"cpu"} and torch.Tag.data_dependent_output in function.tags:
-            self.reasons.append(f"its code looks at values ({function})")
+            self.reasons.append(f"its code inspects values ({function})")
         if places != {"cpu"} and torch.Tag.dynamic_output_shape in function.tags and _selects(args):
             self.reasons.append(f"it has shapes that depend on values ({function})")
         if len(places) > 1 and function.overloadpacket in _COPIES:
@@ -77,7 +76,7 @@ class _Waits(TorchDispatchMode):
 
 
 def _selects(args: Any) -> bool:
-    """Return whether a function's output shape depends on values; indexing by integers does not."""
+    """Return whether the output shape depends on values; with integer indices it does not."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else None
     masks = (torch.bool, torch.uint8)
     return indices is None or any(isinstance(each, Tensor) and each.dtype in masks for each in indices)
@@ -87,7 +86,7 @@ _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
 
 def constant(graph: fx.GraphModule, value: Any) -> Tensor | None:
-    """Return the tensor of a node; None if it has none or is computed from the input."""
+    """Return the tensor of a constant node; None for other nodes."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
     found = getattr(graph, str(value.target))
@@ -95,7 +94,7 @@ def constant(graph: fx.GraphModule, value: Any) -> Tensor | None:
 
 
 def with_constant(graph: fx.GraphModule, tensor: Tensor) -> fx.Node:
-    """Insert a node that holds a tensor at the graph's insertion point."""
+    """Insert a node for a constant tensor at the graph's insertion point."""
     number = len(graph._buffers)
     name = next(name for i in range(number, 2 * number + 2) if not hasattr(graph, name := f"constant_{i}"))
     graph.register_buffer(name, tensor)
@@ -115,11 +114,11 @@ def _compute_constants(graph: fx.GraphModule) -> None:
         if used and isinstance(value, Tensor) and node.op != "get_attr":
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(with_constant(graph, value.contiguous()))
-    tidied(graph)
+    remove_unused(graph)
 
 
-def tidied(graph: fx.GraphModule) -> fx.GraphModule:
-    """Remove unused parts of a graph."""
+def remove_unused(graph: fx.GraphModule) -> fx.GraphModule:
+    """Remove unused nodes, modules and constants from a graph."""
     graph.graph.eliminate_dead_code()
     graph.delete_all_unused_submodules()
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}

@@ -1,5 +1,5 @@
-"""Networks in files: `save` and `load`, `freeze` draws into plain networks, `to_onnx`.
+"""Networks in files: `save` and `load`, `freeze`, `to_onnx`.
 
-Imports `ensemble`, `surgery` and `evaluation`, and no methods: each layer defines how it is folded and with which
-modules it shares tensors. Loading never runs code.
+This room imports no methods: each layer declares how it is folded and with which module it shares tensors. Loading
+never runs code.
 """

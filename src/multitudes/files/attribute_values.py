@@ -1,7 +1,7 @@
-"""Non-plain attributes of a user's modules: objects, whose plain parts are saved, and functions.
+"""Attributes of a user's modules that are not plain values.
 
-Configurations, dataclasses and namespaces are taken from the given network, with their saved plain values. Anything
-else that differs (a function, a tensor in a list, another class) cannot be saved and raises.
+Configurations, dataclasses and namespaces come from the given network, with the plain values of the file. Other
+attributes (functions, tensors in lists) are not saved: they must be the same in the given network, or loading raises.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from multitudes.networks.settings import FLAT_WEIGHTS, FOUND_ANEW, computing_hoo
 
 _DEPTH = 4
 _CODE = re.compile(r"\{(\d+\.\d+):[0-9a-f]+\}")
-"""Digest of a function's code; it depends on the Python version."""
+"""Python version and digest of a function's code; the digest depends on the version."""
 _MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_<])")
 
 
-def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str, Any]:
-    """Describe the attributes of a module under these names, with their plain parts; skip objects in `seen`."""
+def describe_attributes(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str, Any]:
+    """Describe attributes of a module, with their plain parts; skip objects in `seen`."""
     held: dict[str, str] = {}
     parts: dict[str, Any] = {}
     for key in keys:
@@ -37,29 +37,29 @@ def held_by(module: nn.Module, keys: Iterable[str], seen: set[int]) -> dict[str,
     return {"held": held, "parts": parts}
 
 
-def check_held(module: nn.Module, node: Mapping[str, Any]) -> None:
-    """Restore the saved plain parts in a copy of the user's module; raise if other attributes differ."""
+def restore_attributes(module: nn.Module, node: Mapping[str, Any]) -> None:
+    """Restore saved plain parts in a copy of the user's module; raise if other attributes differ."""
     for key, tree in node.get("parts", {}).items():
         if key in vars(module):
-            _put_back(vars(module)[key], tree)
+            _restore_parts(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
         got = described(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"
             kind = node["class"].rpartition(".")[2]
-            was, now = _apart(want, got)
+            was, now = _excerpts(want, got)
             raise ValueError(
-                f"model does not fit the file, in which {place} ({kind}) has {key} = {was}: in model it is {now}"
+                f"model does not fit the file: {place} ({kind}) has {key} = {was} in the file and {now} in model"
             )
 
 
 def lazy_hooks(hooks: Mapping[int, Any]) -> list[int]:
-    """Return the ids of hooks that Hugging Face models install on demand."""
+    """Return the ids of the hooks that Hugging Face models add on demand."""
     return [n for n, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
 def _parts(value: Any, depth: int = _DEPTH) -> Any:
-    """Return the plain parts of an object, dict or list, as JSON; None for anything else."""
+    """Return the plain parts of an object, dict or list as JSON; None for other values."""
     if not depth:
         return None
     if type(value) is dict:
@@ -78,8 +78,8 @@ def _part(value: Any, depth: int) -> Any:
     return _parts(value, depth - 1)
 
 
-def _put_back(value: Any, tree: Mapping[str, Any]) -> None:
-    """Restore the plain parts of an object; missing ones are not created."""
+def _restore_parts(value: Any, tree: Mapping[str, Any]) -> None:
+    """Write plain parts back into an object; create none."""
     ((kind, parts),) = tree.items()
     into: Any = None
     if kind == "entries" and type(value) is dict:
@@ -92,17 +92,17 @@ def _put_back(value: Any, tree: Mapping[str, Any]) -> None:
         if part is not None and "value" in part:
             into[key] = part["value"]
         elif part is not None and (type(into) is list or key in into):
-            _put_back(into[key], part)
+            _restore_parts(into[key], part)
 
 
 def _comparable(one: str, other: str) -> str:
-    """Remove code digests if Python versions differ, and module names if one was `__main__`."""
+    """Remove code digests if Python versions differ, and module names if one is `__main__`."""
     versions = set(_CODE.findall(one)) | set(_CODE.findall(other))
     one = _CODE.sub("", one) if len(versions) > 1 else one
     return _MODULES.sub("", one) if "__main__." in one + other else one
 
 
-def _apart(one: str, other: str, around: int = 60) -> tuple[str, str]:
+def _excerpts(one: str, other: str, around: int = 60) -> tuple[str, str]:
     """Return excerpts of two descriptions around their first difference."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = 0 if same < around else same - 20

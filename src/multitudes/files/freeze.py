@@ -1,8 +1,4 @@
-"""Freezing: convert a network with random draws to many deterministic networks.
-
-A draw of weights is folded into plain layers. Noise on activations keeps its layer, with fixed random numbers, the same
-for all rows of a batch (`draws/frozen_noise.py`).
-"""
+"""`freeze`: convert a network that draws to several deterministic networks."""
 
 from __future__ import annotations
 
@@ -29,20 +25,28 @@ def freeze(net: Multitude, draws: int = 8, seed: int | None = None) -> Multitude
 @overload
 def freeze(net: Calibrated, draws: int = 8, seed: int | None = None) -> Calibrated: ...
 def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None) -> Multitude | Calibrated:
-    """Draw every member `draws` times: return a deterministic multitude of `members * draws` networks.
+    """Draw every member `draws` times, and return the deterministic multitude of all `members * draws` networks.
 
-    For a single input, outputs are distributed like those of draws. With drawn weights (`drop_connect`, `patched`,
-    `subspace`, `swag`) the networks are plain ones. With drawn activations, a network's noise is the same for all rows
-    of a batch: dropout has one mask, and `variance`, whose noise is per position, keeps it per position. The same
-    `seed` gives the same networks. For drawn weights these are the ones of `net(x, draws=draws, seed=seed)`, if layers
-    run in the order of their registration. A multitude without draws is copied, and one that predicts without draws
-    (`laplace`) still does. `net` is not changed.
+    Drawn weights (`drop_connect`, `patched`, `subspace`, `swag`) are folded into plain layers. Drawn activations keep
+    their layers with fixed noise, the same for all rows of a batch: dropout, for example, has one mask per network. For
+    a single input, predictions are distributed like those of draws.
 
-    >>> from multitudes.methods.dropout import mc_dropout
-    >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
-    >>> frozen, x = freeze(net, draws=4), torch.ones(5, 3)
-    >>> frozen(x).shape, torch.equal(frozen(x), frozen(x))
-    (torch.Size([4, 5, 2]), True)
+    Args:
+        net: A multitude, calibrated or not; it does not change. Without layers that draw it is copied; a network that
+            predicts without draws (`laplace`) still does.
+        draws: Number of draws per member.
+        seed: The same seed gives the same networks. If weights are drawn, and layers run in the order of their
+            registration, these are the networks of `net(x, draws=draws, seed=seed)`.
+
+    Returns:
+        `Members`, or a `Calibrated` if `net` is one.
+
+    Example:
+        >>> from multitudes.methods.dropout import mc_dropout
+        >>> net = mc_dropout(nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 2))).eval()
+        >>> frozen, x = freeze(net, draws=4), torch.ones(5, 3)
+        >>> frozen(x).shape, torch.equal(frozen(x), frozen(x))
+        (torch.Size([4, 5, 2]), True)
     """
     if isinstance(net, Calibrated):
         return Calibrated(freeze(net.net, draws, seed), net.calibration)
@@ -63,7 +67,7 @@ def freeze(net: Multitude | Calibrated, draws: int = 8, seed: int | None = None)
 
 
 def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int | None) -> Iterator[nn.Module]:
-    """Yield the networks of these draws, member by member, with the random numbers that `Draws` gives them."""
+    """Yield the networks of these draws, member-major, with the random numbers of `Draws`."""
     for index in range(net.members):
         network = plain(net.member(index))
         own = [draw_index * net.members + index for draw_index in draw_indices]
@@ -72,33 +76,32 @@ def _networks(net: Multitude, draw: Draw, draw_indices: Sequence[int], seed: int
             continue
         for draw_index in own:
             draw.index = torch.tensor(draw_index)
-            own_random_state = seeded(None if seed is None else mixed(seed, draw_index))
-            with own_random_state:  # for layers that use torch's own random state
-                yield _drawn(network, draw)
+            with seeded(None if seed is None else mixed(seed, draw_index)):  # for layers that use torch's random state
+                yield _freeze_draw(network, draw)
 
 
 @torch.no_grad()
-def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
-    """Return a copy of a network that is fixed to one draw.
+def _freeze_draw(network: nn.Module, draw: Draw) -> nn.Module:
+    """Return a copy of a network with one draw.
 
-    Layers with `fold` become the plain layers of the draw, including their children. A network that folds as a whole
-    may contain further stochastic layers.
+    Layers that can `fold` are replaced with plain layers, including their children. A network that folds as a whole may
+    contain more stochastic layers.
     """
     layers = stochastic_layers(network)
     memo: dict[int, Any] = {}
-    gone: set[int] = set()
+    folded_away: set[int] = set()
     with drawing(layers, draw), _attached_draws(network):
         for layer in layers:
             folded = layer.fold()
             if folded is not None and layer is network:
-                return _drawn(folded, draw)
+                return _freeze_draw(folded, draw)
             if folded is not None:
                 memo[id(layer)] = folded
-                gone |= set(map(id, layer.modules()))
+                folded_away |= set(map(id, layer.modules()))
     generator = draw.generator(int(draw.index), torch.device("cpu"))
     device = next(network.parameters(), torch.zeros(0)).device
     for layer in reversed(layers):  # inner layers first
-        if id(layer) not in gone:
+        if id(layer) not in folded_away:
             seed = torch.randint(2**31, (), generator=generator).to(device)
             memo[id(layer)] = Frozen(copied(layer, memo), seed)
     frozen = copied(network, memo)
@@ -111,7 +114,7 @@ def _drawn(network: nn.Module, draw: Draw) -> nn.Module:
 
 @contextmanager
 def _attached_draws(network: nn.Module) -> Iterator[None]:
-    """Make the draws of layers attached to a whole network, inside the context."""
+    """Make the draws of layers attached to whole networks, inside the context."""
     pairs = [(layer, module) for module in network.modules() for layer in attached(module)]
     for layer, module in pairs:
         layer.begin(module, ())

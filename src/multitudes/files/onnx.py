@@ -1,7 +1,4 @@
-"""Export to ONNX: one file that predicts the members' mean, their uncertainty, and each member.
-
-torch's exporter writes the file and onnxruntime runs it. It is compared with torch before it gets its final name.
-"""
+"""`to_onnx`: export a network to one ONNX file, and compare the file with torch."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.files.freeze import freeze
 from multitudes.files.onnx_exporter import (
-    Apart,
+    ExportedMultitude,
+    accept_texts,
     check_example,
     check_packages,
     export,
-    keep_numbers,
-    members_apart,
-    opened,
+    fix_noise,
+    open_session,
     reason,
-    take_texts,
+    separate_members,
     tensor_names,
 )
 from multitudes.files.save import check_path
@@ -37,10 +34,10 @@ from multitudes.networks.copies import copied
 from multitudes.tasks.predictive import Predictive
 
 VALUES = ("mean", "members")
-"""Outputs in the target's unit and origin; the others are deviations."""
+"""Outputs that are values of the target; other outputs are deviations."""
 
 METADATA = "multitudes"
-"""Key of the file's metadata that describes its outputs as JSON: the task and its settings."""
+"""Metadata key of the task and its settings, as JSON."""
 
 
 def to_onnx(
@@ -52,28 +49,38 @@ def to_onnx(
     seed: int | None = None,
     tolerance: float = 1e-4,
 ) -> Path:
-    """Write a multitude as one ONNX file for any batch size, verify it, and return its path.
+    """Write a network as one ONNX file for any batch size, and verify it with ONNX Runtime.
 
-    A classifier outputs `probs [B, C]`, `entropy [B]`, `mutual_information [B]` and `members [S, B, C]` (the members'
-    probabilities), in the shapes of the task's `Predictive`. Regression outputs `mean`, `std` and `members`, the
-    members' means or quantiles. The metadata contain the task, the quantile levels, and whether a position predicts the
-    next token. Outputs of a calibrated network are calibrated. The input is named `x`, or as in a mapping of keyword
-    arguments; `example` is one batch of it. A stochastic network is frozen first, with `draws` draws of every member.
+    Classifiers output `probs [B, C]`, `entropy [B]`, `mutual_information [B]` and `members [S, B, C]`, the members'
+    probabilities; regression outputs `mean`, `std` and `members`, the members' means or quantiles. Shapes are those of
+    `Predictive`. A calibrated network outputs calibrated predictions. The file's metadata contain the task and its
+    settings.
 
-    The file must match torch up to `tolerance` (relative above 1) on the example and on batches of other sizes. If it
-    does not, or the network cannot be exported, this raises and writes no file. `torch.topk` and `torch.sort` leave the
-    order of equal numbers open; in the file the first one wins.
+    Args:
+        net: A multitude, calibrated or not, or a plain network.
+        path: The file to write. An existing file is replaced after verification.
+        example: One batch of inputs. The input is called `x`, or has the names of a mapping of keyword arguments.
+        draws: Draws of each member of a network that draws, which is frozen first (see `freeze`).
+        seed: Seed of these draws.
+        tolerance: Maximum difference from torch, relative for values above 1, on the example and on batches of other
+            sizes. The order of equal numbers in `torch.topk` and `torch.sort` may differ.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: The network cannot be exported, or its file gives other predictions. No file is written.
     """
     return write_onnx(net, check_path(path), example, draws=draws, seed=seed, tolerance=tolerance)
 
 
 @dataclass(frozen=True)
-class Raw:
-    """Raw inputs that a file takes instead of the network's inputs, and the units of its outputs.
+class RawInputs:
+    """Raw inputs that a file takes in place of the network's inputs, and the units of its outputs.
 
-    `example` is one batch of raw inputs by name; `prepare` turns it into the network's input. Inputs in `texts` are
-    indices in torch and texts in the file: `texts[name]` maps each text to its index, and None to that of all others.
-    Values are output as `values * std + mean`. `about` goes to the file's metadata, by key, as JSON.
+    `example` is one batch of raw inputs by name; `prepare` converts it to the network's input. Inputs in `texts` are
+    indices in torch and texts in the file: `texts[name]` maps each text to its index, and None to the index of unknown
+    texts. Outputs are `values * std + mean`. `about` is written to the metadata as JSON.
     """
 
     example: Mapping[str, Tensor]
@@ -84,7 +91,7 @@ class Raw:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def written(self, name: str, tensor: Tensor) -> Any:
-        """Convert an input to what the file takes, a NumPy array, with texts instead of indices."""
+        """Convert an input to the NumPy array that the file takes, with texts in place of indices."""
         if name not in self.texts:
             return tensor.numpy()
         of = {number: text for text, number in self.texts[name].items() if text is not None}
@@ -100,49 +107,49 @@ def write_onnx(
     draws: int,
     seed: int | None,
     tolerance: float = 1e-4,
-    raw: Raw | None = None,
+    raw: RawInputs | None = None,
 ) -> Path:
-    """Run `to_onnx`; with `raw`, the file takes raw inputs, which give `example`, and outputs their units."""
+    """Run `to_onnx`; with `raw`, the file takes raw inputs, and its outputs have their units."""
     if not isinstance(net, (Multitude, Calibrated)):
         if not isinstance(net, nn.Module) or isinstance(getattr(net, "net", None), Multitude):
             raise ValueError(
-                f"net must be a multitude, got {type(net).__name__}; a stream's past is no part of its input: "
-                "export its network, stream.net"
+                f"net must be a multitude or a network, got {type(net).__name__}; to export a stream, which depends on "
+                "earlier inputs, pass its network, stream.net"
             )
         net = Multitude(net)
     check_number("tolerance", tolerance, 0, above=True)
     check_example(example)
     check_packages("to_onnx")
     example = moved(example, "cpu")
-    frozen = freeze(members_apart(copied(net)).cpu(), draws, seed).eval()
+    frozen = freeze(separate_members(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
-        frozen(example)  # the network itself reports what is wrong with the example
-        answers = _Answers(frozen, example, raw)
-        answers.write(unfinished)
-        session = opened(unfinished)
-        inputs = answers.example
+        frozen(example)  # raises if the example does not fit
+        outputs = _OnnxOutputs(frozen, example, raw)
+        outputs.write(unfinished)
+        session = open_session(unfinished)
+        inputs = outputs.example
         for batch in (inputs, rows(inputs, torch.tensor([0])), tile(inputs, 3)):
-            _check(session, answers, batch, tolerance)
+            _check(session, outputs, batch, tolerance)
     return path
 
 
 # -- the exported module -----------------------------------------------------------------------------------
 
 
-class _Answers(nn.Module):
-    """A deterministic multitude with the file's outputs, for the network's input or a raw one."""
+class _OnnxOutputs(nn.Module):
+    """A deterministic multitude with the file's inputs and outputs."""
 
-    def __init__(self, net: Multitude | Calibrated, example: Input, raw: Raw | None = None) -> None:
+    def __init__(self, net: Multitude | Calibrated, example: Input, raw: RawInputs | None = None) -> None:
         super().__init__()
         multitude = net if isinstance(net, Multitude) else net.net
         self.calibration = None if isinstance(net, Multitude) else net.calibration
-        self.network = Apart(multitude)
+        self.network = ExportedMultitude(multitude)
         self.raw = raw
         self.example = example if raw is None else raw.example
         read = multitude.predictive_of(multitude(example), example, None if isinstance(net, Multitude) else net.task)
         self.reading: dict[str, Any] = {"task": read.task, "quantiles": read.quantiles, "next_tokens": read.next_tokens}
         self.classes, self.outputs = read.reading.classes, read.reading.outputs
-        keep_numbers(self, self.example)
+        fix_noise(self, self.example)
 
     def forward(self, given: Any) -> tuple[Tensor, ...]:
         predictive = Predictive(self.network(given if self.raw is None else self.raw.prepare(given)), **self.reading)
@@ -151,13 +158,12 @@ class _Answers(nn.Module):
         return tuple(self._in_units(name, getattr(predictive, own)) for name, own in self.outputs.items())
 
     def write(self, path: Path) -> None:
-        """Write the file."""
         names, raw = self.inputs(), self.raw
         about = {METADATA: self.reading, **(raw.about if raw else {})}
         export(self, self.example, path, inputs=names, outputs=list(self.outputs), about=about)
         if raw is not None and raw.texts:
             own = dict(zip(raw.example, names, strict=True))
-            take_texts(path, {own[name]: known for name, known in raw.texts.items()})
+            accept_texts(path, {own[name]: known for name, known in raw.texts.items()})
 
     def _in_units(self, name: str, values: Tensor) -> Tensor:
         if self.raw is None or self.classes:
@@ -165,7 +171,7 @@ class _Answers(nn.Module):
         return values * self.raw.std + (self.raw.mean if name in VALUES else 0.0)
 
     def difference(self, name: str, got: Tensor, want: Tensor) -> Tensor:
-        """Return the difference of an output in the network's units, relative to values above 1."""
+        """Return the difference of an output, in the network's units and relative for values above 1."""
         if self.raw is None or self.classes:
             return (got - want).abs() / want.abs().clamp(min=1)
         rounded = 4 * torch.finfo(torch.float32).eps * want.abs()
@@ -173,32 +179,31 @@ class _Answers(nn.Module):
         return ((got - want).abs() - rounded).clamp(min=0) / own
 
     def inputs(self) -> list[str]:
-        """Return the names of the inputs."""
         return tensor_names(self.example, self.outputs)
 
 
 # -- verification ------------------------------------------------------------------------------------------
 
 
-def _check(session: Any, answers: _Answers, x: Input, tolerance: float) -> None:
+def _check(session: Any, outputs: _OnnxOutputs, x: Input, tolerance: float) -> None:
     tensors = tensors_in(x)
-    want = dict(zip(answers.outputs, answers(x), strict=True))
-    names = list(answers.example) if answers.raw else answers.inputs()
-    own = [answers.raw.written(name, x) if answers.raw else x.numpy() for name, x in zip(names, tensors, strict=True)]
-    feed = dict(zip(answers.inputs(), own, strict=True))
+    want = dict(zip(outputs.outputs, outputs(x), strict=True))
+    names = list(outputs.example) if outputs.raw else outputs.inputs()
+    own = [outputs.raw.written(name, x) if outputs.raw else x.numpy() for name, x in zip(names, tensors, strict=True)]
+    feed = dict(zip(outputs.inputs(), own, strict=True))
     try:
         got = dict(zip(want, map(torch.from_numpy, session.run(list(want), feed)), strict=True))
     except Exception as error:  # its errors have no common class
-        raise ValueError(f"onnxruntime cannot run a batch of {len(tensors[0])}: {reason(error)}") from error
+        raise ValueError(f"ONNX Runtime cannot run a batch of {len(tensors[0])}: {reason(error)}") from error
     for name, values in want.items():
         if got[name].shape != values.shape:
             raise ValueError(
-                f"the exported network is wrong: its {name} for a batch of {len(tensors[0])} have shape "
+                f"the exported network is wrong: {name} for a batch of {len(tensors[0])} has shape "
                 f"{list(got[name].shape)} instead of {list(values.shape)}"
             )
-        off = float(answers.difference(name, got[name], values).max())
+        off = float(outputs.difference(name, got[name], values).max())
         if not off <= tolerance:
             raise ValueError(
-                f"the exported network is wrong: its {name} for a batch of {len(tensors[0])} differ from torch's by "
-                f"{off:.1e}, and tolerance is {tolerance:g}"
+                f"the exported network is wrong: {name} for a batch of {len(tensors[0])} differs from torch by "
+                f"{off:.1e}, above tolerance={tolerance:g}"
             )

@@ -1,8 +1,8 @@
 """Decompose torch functions that ONNX lacks or gets wrong.
 
-Some of the exporter's translations agree with torch for usual numbers only: the log of a sigmoid is minus infinity
-below -88, and -7 % 0.7 is 0. Checks on an example do not reveal this, so these functions are replaced before the
-export. Each function here has the signature of torch's operator, and is tested against it.
+Some translations of torch's exporter agree with torch for usual numbers only: the log of a sigmoid is minus infinity
+below -88, and -7 % 0.7 is 0. The verification on an example cannot find this. Each function here has the signature of
+a torch operator, and tests compare it with the operator.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """Return the distance of two numbers; 0 for two equal infinities."""
+    """Return the distance of two numbers; 0 for equal infinities."""
     return torch.where(x == y, torch.zeros_like(x), (x - y).abs())
 
 
 def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """Compute the log of each prefix sum separately: a running sum would lose small terms."""
+    """Compute each prefix separately: a running sum would lose small terms."""
     x = x.movedim(dim, -1)
     before = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()
     return torch.where(before, x.unsqueeze(-2), -torch.inf).logsumexp(-1).movedim(-1, dim)
@@ -51,15 +51,14 @@ def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def _remainder(x: Number, y: Number) -> Tensor:
-    """Use the exact `fmod`, with the divisor's sign; x - y * floor(x / y) is off by y if x / y is rounded."""
-    dividend, divisor = _alike(x, y)
+    """Use the exact `fmod`: x - y * floor(x / y) is off by y if x / y is rounded."""
+    dividend, divisor = _promoted(x, y)
     rest = torch.fmod(dividend, divisor)
     return torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
 
 
 def _floor_divide(x: Number, y: Number) -> Any:
-    """Divide as torch does, using `fmod`."""
-    dividend, divisor = _alike(x, y)
+    dividend, divisor = _promoted(x, y)
     if not dividend.is_floating_point():
         return NotImplemented  # integer division is exact
     rest = torch.fmod(dividend, divisor)
@@ -74,8 +73,8 @@ def _divide(x: Number, y: Number, rounding_mode: str | None = None) -> Any:
     return _floor_divide(x, y) if rounding_mode == "floor" else NotImplemented
 
 
-def _alike(x: Number, y: Number) -> tuple[Tensor, Tensor]:
-    """Return both as tensors of the result dtype, on the device of either."""
+def _promoted(x: Number, y: Number) -> tuple[Tensor, Tensor]:
+    """Return both as tensors of the result dtype on one device."""
     dtype = torch.result_type(x, y)
     device = x.device if isinstance(x, Tensor) else y.device if isinstance(y, Tensor) else None
     one, other = (
@@ -93,13 +92,13 @@ def _signbit(x: Tensor) -> Tensor:
 
 
 def _copysign(x: Tensor, y: Number) -> Tensor:
-    size, sign = _alike(x, y)
+    size, sign = _promoted(x, y)
     size = size if size.is_floating_point() else size.float()
     return torch.where(_signbit(sign), -size.abs(), size.abs())
 
 
 def _atan2(y: Tensor, x: Tensor) -> Tensor:
-    y, x = _alike(y, x)
+    y, x = _promoted(y, x)
     y, x = (v if v.is_floating_point() else v.float() for v in (y, x))
     half = torch.where(y == 0, 0.0, torch.where(y < 0, -math.pi / 2, math.pi / 2))
     angle = torch.where(x == 0, half, torch.atan(y / torch.where(x == 0, 1.0, x)))
@@ -149,9 +148,9 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """Count the knots `[..., K]` below each value `[..., N]`, or with right=True those not above it."""
+    """Count the knots `[..., K]` below each value `[..., N]`, with `right=True` including equal ones."""
     if sorter is not None:
-        _refused("torch.searchsorted with a sorter")()
+        _unsupported("torch.searchsorted with a sorter")()
     knots, values = knots.unsqueeze(-2), values.unsqueeze(-1)
     below = knots <= values if right or side == "right" else knots < values
     return below.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
@@ -163,11 +162,11 @@ def _isin(x: Tensor, members: Tensor, *, assume_unique: bool = False, invert: bo
 
 
 def _scatter_reduce(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, **_: Any) -> Any:
-    return _refused("torch.scatter_reduce with reduce='mean'")() if reduce == "mean" else NotImplemented
+    return _unsupported("torch.scatter_reduce with reduce='mean'")() if reduce == "mean" else NotImplemented
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    """Refuse a function whose ONNX translation is inaccurate."""
+def _unsupported(name: str) -> Callable[..., Any]:
+    """Return a function that refuses an operator whose ONNX translation is inaccurate."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"ONNX has no operator for {name}")
@@ -190,7 +189,7 @@ def _std_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return two outputs from two functions: the exporter fails on the combined one after decompositions."""
+    """Use two functions, because the exporter fails on the combined one after decompositions."""
     correction = int(unbiased) if correction is None else correction
     return torch.std(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim)
 
@@ -200,7 +199,7 @@ def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    """Run 3-d attention as 4-d with one head: the exporter supports no other."""
+    """Run 3-d attention as 4-d with one head, the only form that the exporter supports."""
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
     if query.dim() != 3 or enable_gqa or dropout_p:
         return NotImplemented
@@ -209,7 +208,7 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return aten.scaled_dot_product_attention.default(*heads, mask, 0.0, is_causal, scale=scale).squeeze(1)
 
 
-REWRITTEN: dict[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid.default: _log_sigmoid,
     aten.logaddexp.default: _logaddexp,
     aten.logaddexp2.default: _logaddexp2,
@@ -229,12 +228,12 @@ REWRITTEN: dict[Any, Callable[..., Any]] = {
     aten.searchsorted.Tensor: _searchsorted,
     aten.isin.Tensor_Tensor: _isin,
     aten.scatter_reduce.two: _scatter_reduce,
-    aten.special_log_ndtr.default: _refused("torch.special.log_ndtr"),
-    aten.special_erfcx.default: _refused("torch.special.erfcx"),
+    aten.special_log_ndtr.default: _unsupported("torch.special.log_ndtr"),
+    aten.special_erfcx.default: _unsupported("torch.special.erfcx"),
     aten.rrelu.default: _rrelu,
     **dict.fromkeys((aten.std_mean.correction, aten.std_mean.dim), _std_mean),
     aten.std_mean.default: lambda x, unbiased=True: _std_mean(x, None, unbiased),
     aten.cdist.default: _cdist,
     aten.scaled_dot_product_attention.default: _attention,
 }
-"""Replacements of torch operators for the export; NotImplemented keeps the operator."""
+"""Decompositions by torch operator; one that returns NotImplemented keeps the operator."""

@@ -1,7 +1,4 @@
-"""Export modules to ONNX with torch's exporter, and run the files with onnxruntime.
-
-`to_onnx` writes files for users, `deploy` files that it runs itself.
-"""
+"""Export modules to ONNX with torch's exporter, and open the files with ONNX Runtime, for `to_onnx` and `deploy`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from multitudes.ensemble.members import Members, fuse
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
-from multitudes.files.onnx_decompositions import REWRITTEN
+from multitudes.files.onnx_decompositions import DECOMPOSITIONS
 from multitudes.networks.calls import Input, call, mapped, tensors_in, tile
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import stochastic_layers
@@ -33,47 +30,47 @@ from multitudes.networks.stochastic import stochastic_layers
 # -- preparing modules ------------------------------------------------------------------------------------
 
 
-def members_apart(net: Any) -> Any:
-    """Convert members with shared weights to plain networks, so that the file stores their own weights."""
+def separate_members(net: Any) -> Any:
+    """Convert members that share weights to separate networks with weights of their own."""
     if isinstance(net, Calibrated):
-        return Calibrated(members_apart(net.net), net.calibration)
+        return Calibrated(separate_members(net.net), net.calibration)
     if not isinstance(net, SharedMembers) or stochastic_layers(net.network):
         return net
     return fuse([net.member(index) for index in range(net.members)]).like(net)
 
 
-class Apart(nn.Module):
-    """A multitude with one module per member if members share no weights, `[B, ...] -> [S, B, ...]`."""
+class ExportedMultitude(nn.Module):
+    """A multitude as a module that torch can export, `[B, ...] -> [S, B, ...]`; `Members` run one by one."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        apart = [copied(net.member(index)) for index in range(net.members)] if isinstance(net, Members) else []
-        self.members = nn.ModuleList(map(Apart, apart))
-        self.net = None if apart else net
+        members = [copied(net.member(index)) for index in range(net.members)] if isinstance(net, Members) else []
+        self.members = nn.ModuleList(map(ExportedMultitude, members))
+        self.net = None if members else net
 
     def forward(self, x: Input) -> Tensor:
         if self.net is None:
             return torch.cat([member(x) for member in self.members])
-        if isinstance(self.net, SharedMembers):  # as one batch, of any size
+        if isinstance(self.net, SharedMembers):  # tiled, for batches of any size
             return call(self.net.network, tile(x, self.net.members)).unflatten(0, (self.net.members, -1))
         return self.net(x) if isinstance(self.net, Multitude) else call(self.net, x).unsqueeze(0)
 
 
 def check_example(example: Input) -> None:
-    """Raise a ValueError if an example is not a batch of inputs."""
+    """Check that an example is a batch of at least one input."""
     tensors = tensors_in(example)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
-        raise ValueError("example must be one batch of inputs, of one input at least")
+        raise ValueError("example must be one batch with at least one input")
 
 
 def check_packages(what: str) -> None:
-    """Raise an ImportError if a package for writing and running ONNX files is missing; `what` needs it."""
+    """Raise an ImportError if a package that `what` needs for ONNX files is missing."""
     for module in ("onnxruntime", "onnx", "onnxscript"):
         needed(module, "onnx", what)
 
 
-def keep_numbers(module: nn.Module, example: Input) -> None:
-    """Run a module once to turn the random numbers of its frozen layers into constants."""
+def fix_noise(module: nn.Module, example: Input) -> None:
+    """Run a module once, to store the noise of its frozen layers as constants."""
     for each in module.modules():
         if isinstance(each, Frozen):
             each.kept = []
@@ -81,7 +78,7 @@ def keep_numbers(module: nn.Module, example: Input) -> None:
 
 
 def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
-    """Return the names of a file's inputs, one per tensor of an example."""
+    """Return the names of a file's inputs, one per tensor of the example."""
     count = len(tensors_in(example))
     if isinstance(example, Mapping):
         names = [name for name, value in example.items() if isinstance(value, Tensor)]
@@ -91,7 +88,7 @@ def tensor_names(example: Input, outputs: Collection[str]) -> list[str]:
 
 
 def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
-    """Make input names unique and different from outputs, by prefixing `input_` where needed.
+    """Make input names unique and different from output names, with the prefix `input_`.
 
     >>> input_names(["mean", "input_mean", "size"], ["mean", "std"])
     ['input_input_mean', 'input_mean', 'size']
@@ -108,8 +105,8 @@ def input_names(names: Sequence[str], outputs: Collection[str]) -> list[str]:
 # -- the exporter ------------------------------------------------------------------------------------------
 
 
-class _OfTensors(nn.Module):
-    """Wrap a module as a function of the tensors in its input."""
+class _TensorInputs(nn.Module):
+    """A module whose arguments are the tensors in another module's input."""
 
     def __init__(self, module: nn.Module, example: Input) -> None:
         super().__init__()
@@ -132,32 +129,32 @@ def export(
     """Export a module with inputs like `example` to one file, for any batch size."""
     given = tensors_in(example)
     batched = [tensor.shape[:1] == given[0].shape[:1] for tensor in given]
-    # torch would specialise on a batch of one.
+    # torch would treat a batch size of 1 as a constant.
     tensors = [torch.cat([tensor, tensor]) if own else tensor for tensor, own in zip(given, batched, strict=True)]
     dynamic = tuple({0: torch.export.Dim.DYNAMIC} if own else {} for own in batched)
     try:
-        with _quiet():
-            # Call torch.export directly: the exporter's fallbacks would freeze data-dependent branches.
+        with quiet():
+            # Call torch.export directly: fallbacks of the ONNX exporter would freeze data-dependent branches.
             traced = torch.export.export(
-                _OfTensors(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
+                _TensorInputs(module, example), tuple(tensors), dynamic_shapes={"tensors": dynamic}, strict=False
             )
             program = torch.onnx.export(
-                traced.run_decompositions(REWRITTEN),
+                traced.run_decompositions(DECOMPOSITIONS),
                 dynamo=True,
                 verbose=False,
                 input_names=list(inputs),
                 output_names=list(outputs),
             )
             assert program is not None
-            _tidy(program.model)
+            _clean_names(program.model)
             program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
             program.save(path, external_data=False)  # one file
-    except Exception as error:  # the exporter runs user code, which may raise anything
-        raise ValueError(f"the network cannot be exported to ONNX: {_refusal(error)}") from error
+    except Exception as error:  # the exporter runs user code
+        raise ValueError(f"the network cannot be exported to ONNX: {_explain(error)}") from error
 
 
-def _tidy(model: Any) -> None:
-    """Name the batch dimension, make other values' names unique, and remove source locations."""
+def _clean_names(model: Any) -> None:
+    """Name the batch dimension, make names unique, and remove source locations."""
     graph = model.graph
     for part in (graph, *model.functions.values()):
         for node in part.all_nodes():
@@ -171,7 +168,7 @@ def _tidy(model: Any) -> None:
                 value.name = f"{value.name}_inside"
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
         if any(str(length) == size for length in value.shape or ()):
-            shape = value.shape.copy()  # do not change a shape inferred by the exporter
+            shape = value.shape.copy()  # values may share a shape
             for dim, length in enumerate(shape):
                 if str(length) == size:
                     shape[dim] = "batch"
@@ -179,7 +176,7 @@ def _tidy(model: Any) -> None:
 
 
 def _keep_constants(graph: Any) -> None:
-    """Restore lost constants: the exporter gives bounds of two `clamp` of one tensor the same name."""
+    """Restore constants that lost their name: two `clamp` of one tensor give their bounds the same name."""
     for value in [value for node in graph for value in node.inputs if value is not None]:
         if value.const_value is None or value.producer() is not None or graph.initializers.get(value.name) is value:
             continue
@@ -188,8 +185,8 @@ def _keep_constants(graph: Any) -> None:
         graph.register_initializer(value)
 
 
-def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
-    """Replace inputs that are indices of texts by the texts themselves."""
+def accept_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> None:
+    """Replace inputs that are indices of texts with the texts themselves."""
     onnx = importlib.import_module("onnx")
     model = onnx.load(path)
     nodes = []
@@ -208,17 +205,17 @@ def take_texts(path: Path, texts: Mapping[str, Mapping[str | None, int]]) -> Non
     onnx.save(model, path)
 
 
-def _refusal(error: BaseException) -> str:
-    """Explain in one line why the exporter failed."""
-    said = reason(error)
-    if found := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", said):
+def _explain(error: BaseException) -> str:
+    """Explain in one line why the export failed."""
+    message = reason(error)
+    if found := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", message):
         return f"ONNX has no operator for torch's {found[1]}"
-    if "Constraints violated" in said:
+    if "Constraints violated" in message:
         return (
-            "its code takes the number of rows for a constant, as len(x) does where x.shape[0] does not, and "
-            "torch.take_along_dim where torch.gather does not"
+            "its code makes the batch size a constant: use x.shape[0] instead of len(x), and torch.gather instead of "
+            "torch.take_along_dim"
         )
-    return said.removeprefix("ValueError: ")
+    return message.removeprefix("ValueError: ")
 
 
 def reason(error: BaseException) -> str:
@@ -230,8 +227,8 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's output."""
+def quiet() -> Iterator[None]:
+    """Silence the exporter inside the context."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -245,14 +242,14 @@ def _quiet() -> Iterator[None]:
 # -- running files ------------------------------------------------------------------------------------------
 
 
-def opened(path: Path, threads: int = 0) -> Any:
-    """Open a file with onnxruntime on the CPU, with this many threads; 0 is one per core."""
+def open_session(path: Path, threads: int = 0) -> Any:
+    """Open a file with ONNX Runtime on the CPU; 0 threads means one per core."""
     runtime = needed("onnxruntime", "onnx", "to_onnx")
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # errors are raised; do not print them too
+    options.log_severity_level = 4  # errors are raised, not printed
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.force_spinning_stop", "1")  # release the cores between runs
     try:
         return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors have no common class
-        raise ValueError(f"onnxruntime cannot run the exported network: {reason(error)}") from error
+        raise ValueError(f"ONNX Runtime cannot run the exported network: {reason(error)}") from error

@@ -1,4 +1,4 @@
-"""Save and load a multitude as one safetensors file: tensors, with the structure in its header."""
+"""`save` and `load`: a multitude as one safetensors file, with its structure in the header."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multitudes.evaluation.temperature import SCALINGS
 from multitudes.files.structure import describe, rebuild
 
 HEADER = "multitudes"
-"""Key of the structure, as JSON, in the file's header."""
+"""Header key of the structure, as JSON."""
 
 FORMAT = 6
 CALIBRATION = "calibration/"
@@ -27,24 +27,35 @@ CALIBRATION = "calibration/"
 
 
 def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
-    """Write a multitude, of any composition of methods, to a safetensors file; return its path.
+    """Save a multitude, of any composition of methods, as one safetensors file.
 
-    The file holds the tensors under their names. Its header holds the structure: every layer's class and settings,
-    `task`, `draws`, `runner` and so on, and the calibration of a calibrated network. Writing is atomic: an existing
-    file is either kept or replaced as a whole. The header includes a checksum, which `load` checks.
+    The file holds the tensors by name and, in its header, the structure: each layer's class and settings, the settings
+    of the multitude (`task`, `draws`, `runner` and so on), a calibration, and a checksum. Writing is atomic: an
+    existing file is kept or replaced as a whole.
 
-    >>> import tempfile, torch
-    >>> from multitudes.methods.deep_ensemble import deep_ensemble
-    >>> net = deep_ensemble(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), members=4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     loaded = load(save(net, f"{folder}/net.safetensors"))
-    >>> torch.equal(loaded(torch.ones(5, 3)), net(torch.ones(5, 3)))
-    True
+    Args:
+        net: A multitude, calibrated or not.
+        path: The file to write.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: The network contains something that the file cannot store, such as a hook of yours.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from multitudes.methods.deep_ensemble import deep_ensemble
+        >>> net = deep_ensemble(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), members=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     loaded = load(save(net, f"{folder}/net.safetensors"))
+        >>> torch.equal(loaded(torch.ones(5, 3)), net(torch.ones(5, 3)))
+        True
     """
     if not isinstance(net, (Multitude, Calibrated)):
         raise ValueError(
-            f"net must be a multitude, got {type(net).__name__}: mt.Multitude(model) is one, and a stream of "
-            "predictions is saved as its network, stream.net"
+            f"net must be a multitude, got {type(net).__name__}: wrap a network as mt.Multitude(model); "
+            "save the network of a stream, stream.net"
         )
     path = check_path(path)
     header, state = to_parts(net)
@@ -52,7 +63,7 @@ def save(net: Multitude | Calibrated, path: str | os.PathLike[str]) -> Path:
 
 
 def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Split a multitude into its structure, as plain values, and its tensors by name."""
+    """Split a multitude into its structure, as plain values, and tensors by name."""
     header: dict[str, Any] = {}
     fitted: dict[str, Tensor] = {}
     if isinstance(net, Calibrated):
@@ -66,24 +77,35 @@ def to_parts(net: Multitude | Calibrated) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multitude | Calibrated:
-    """Load the multitude that `save` wrote, on the CPU: the same predictions, draws, task and settings.
+    """Load a multitude that `save` wrote, on the CPU, with the same predictions, draws, task and settings.
 
-    Layers and networks of torch and of this library are rebuilt from the file. The file contains no code of other
-    networks, and nothing is unpickled: pass a `model` like the one that was converted, with any weights; it is not
-    changed. The settings are those of the file, including plain values in configurations, dataclasses and the like.
-    Things that cannot be saved, such as functions, must be the same in `model`, or loading raises.
+    Layers and networks of torch and of this library are rebuilt from the file. Nothing is unpickled or run.
+
+    Args:
+        path: The file.
+        model: A network like the one that was converted, with any weights. It is needed if the network's class is your
+            own, since the file contains no code; it does not change. Plain values in configurations, dataclasses and
+            the like come from the file; attributes that cannot be saved, such as functions, must be the same.
+
+    Returns:
+        The multitude, or a `Calibrated` if one was saved.
+
+    Raises:
+        ValueError: The file is missing, damaged or of another format, or `model` is missing or does not fit it.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"path must be a file that mt.save wrote, got {str(path)!r}, which does not exist")
     wrong = f"path must be a file that mt.save wrote, got {str(path)!r}, which"
-    again = "take another copy of it, or save the network again"
+    if not path.is_file():
+        raise ValueError(f"{wrong} does not exist")
+    again = "use another copy of the file, or save the network again"
     try:
         tensors, header = read_tensors(path, HEADER, "loading a multitude")
     except DamagedError as error:
         raise ValueError(f"{wrong} is damaged or of another kind: {error.what}; {again}") from error
     if header.get("format") != FORMAT:
-        raise ValueError(f"{str(path)!r} is of format {header.get('format')}, and this version reads format {FORMAT}")
+        raise ValueError(
+            f"{str(path)!r} has format {header.get('format')}, but this version reads format {FORMAT} only"
+        )
     try:
         return from_parts(header, tensors, model)
     except (LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
@@ -93,8 +115,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Multit
 def from_parts(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> Multitude | Calibrated:
-    """Rebuild the multitude from `to_parts`; `model` is as in `load`."""
-    tensors = whole_tensors(tensors, header["forms"])
+    """Rebuild a multitude from the result of `to_parts`; `model` is as in `load`."""
+    tensors = restore_tensors(tensors, header["forms"])
     _check_shapes(header.get("shapes", {}), tensors)
     net = rebuild(header["nodes"], dict(tensors), model)
     assert isinstance(net, Multitude)
@@ -107,14 +129,14 @@ def from_parts(
 def _check_shapes(shapes: Mapping[str, list[int]], tensors: Mapping[str, Tensor]) -> None:
     for name, shape in shapes.items():
         if name not in tensors:
-            raise ValueError(f"the file is damaged: its header tells of a tensor {name!r}, which is not there")
+            raise ValueError(f"the file is damaged: tensor {name!r} of its header is missing")
         if list(tensors[name].shape) != shape:
             got = list(tensors[name].shape)
-            raise ValueError(f"the file is damaged: tensor {name!r} is {got}, and {shape} by its header")
+            raise ValueError(f"the file is damaged: tensor {name!r} has shape {got}, but its header has {shape}")
 
 
 def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:
-    """Rebuild a calibration from its `settings` and `tensors` attributes."""
+    """Rebuild a calibration from its attributes `settings` and `tensors`."""
     fitted, conformal = dict(tensors), None
     if "score" in settings:
         conformal = Conformal(ConformalScore(**settings["score"]), fitted.pop("scores"), fitted.pop("shares"))
@@ -125,7 +147,7 @@ def read_calibration(settings: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Check that a file can be written at a path, before any work is done."""
+    """Return the path if a file can be written there."""
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
@@ -135,13 +157,13 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 # -- converting tensors to plain ones ----------------------------------------------------------------------
 
 Form = dict[str, Any]
-"""Form of a converted tensor: its layout, its shape, and whether it is complex."""
+"""Layout and shape of a converted tensor, and whether it is complex."""
 
 _SPARSE = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
 
 
 def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Form]]:
-    """Convert tensors to real, dense ones on the CPU; also return the forms of the converted ones."""
+    """Convert tensors to real, dense ones on the CPU; also return the forms of converted ones."""
     parts: dict[str, Tensor] = {}
     forms: dict[str, Form] = {}
     for name, tensor in tensors.items():
@@ -149,7 +171,7 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
         layout = str(tensor.layout).removeprefix("torch.")
         if tensor.is_quantized or (layout != "strided" and layout not in _SPARSE):
             kind = "quantized" if tensor.is_quantized else layout
-            raise ValueError(f"tensor {name!r} is {kind}, which a file cannot hold")
+            raise ValueError(f"tensor {name!r} is {kind}, which a file cannot store")
         if layout == "strided" and not tensor.is_complex():
             parts[name] = tensor
             continue
@@ -162,8 +184,8 @@ def plain_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return parts, forms
 
 
-def whole_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
-    """Invert `plain_parts`; raise if parts do not fit."""
+def restore_tensors(parts: Mapping[str, Tensor], forms: Mapping[str, Form]) -> dict[str, Tensor]:
+    """Invert `plain_parts`; raise if parts do not fit together."""
     tensors = {name: tensor for name, tensor in parts.items() if name.rpartition("#")[0] not in forms}
     for name, form in forms.items():
         values = parts[f"{name}#values"]

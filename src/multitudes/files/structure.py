@@ -1,9 +1,9 @@
-"""Describe a network's structure as plain data, and rebuild it: the part of a saved file besides the tensors.
+"""Describe a network's structure as plain data, and rebuild the network from it.
 
-Each module is a *node*: its class, its plain settings, and the names of its children and tensors. Modules of torch and
-of this library are rebuilt from these alone, after any surgery. A user's own modules are code, which is not saved: they
-are copied from the network that the user passes, module by module, and then get the saved settings, children and
-tensors. Nothing is unpickled, and classes are only looked up in torch and this library.
+Each module becomes a *node*: its class, its plain settings, and the names of its children and tensors. Modules of torch
+and of this library are rebuilt from nodes alone. A user's own modules are copied from the network that the user passes,
+and then get the saved settings, children and tensors. Nothing is unpickled, and classes are looked up in torch and this
+library only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from multitudes.draws.functional_noise import kept_class, own_class
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import DIVERGENCES, Multitude, divergence_name, plain
-from multitudes.files.attribute_values import check_held, held_by, lazy_hooks
+from multitudes.files.attribute_values import describe_attributes, lazy_hooks, restore_attributes
 from multitudes.networks.copies import copied, share_registries
 from multitudes.networks.settings import FOUND_ANEW
 from multitudes.networks.stochastic import attached
 
 Node = dict[str, Any]
 
-MOST_MEMBERS = 1_000_000
+MAX_MEMBERS = 1_000_000
 _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -35,7 +35,7 @@ _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 
 
 def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
-    """Return a network's nodes, its own first, and its tensors by name, including non-persistent ones."""
+    """Return the nodes of a network, the root first, and its tensors by name, including non-persistent ones."""
     places = _places(net)
     numbers = {id(place[0]): number for number, place in enumerate(places)}
     tensors: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
 
     def named(path: str, registry: Mapping[str, Tensor | None]) -> dict[str, str | None]:
         for name, tensor in registry.items():
-            if tensor is not None and id(tensor) not in names:  # save a shared tensor once
+            if tensor is not None and id(tensor) not in names:  # shared tensors are saved once
                 names[id(tensor)] = path + name
                 tensors[path + name] = tensor
         return {name: None if tensor is None else names[id(tensor)] for name, tensor in registry.items()}
@@ -71,7 +71,7 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
 
 
 def _places(net: nn.Module) -> list[tuple[nn.Module, str, str, str]]:
-    """List every module once, with its path, its path in the converted network, and the path of its member."""
+    """List each module once: the module, its path, its path in the user's network, the path of its member."""
     found: dict[int, tuple[nn.Module, str, str, str]] = {}
 
     def walk(module: nn.Module, path: str, origin: str, member: str) -> None:
@@ -88,7 +88,7 @@ def _places(net: nn.Module) -> list[tuple[nn.Module, str, str, str]]:
         else:
             for name, child in module._modules.items():
                 if child is not None:
-                    wrapped = name == getattr(type(module), "wraps", None)  # it has its own place in the user's network
+                    wrapped = name == getattr(type(module), "wraps", None)  # it replaces `module` in the user's network
                     walk(child, _joined(path, name), origin if wrapped else _joined(origin, name), member)
 
     walk(net, "", "", "")
@@ -100,13 +100,13 @@ def _joined(path: str, name: str) -> str:
 
 
 def _shared(module: nn.Module) -> Any:
-    """Return the module whose registries this one shares, as named by its class; None if it has its own."""
+    """Return the module whose registries this one shares, as declared by its class, or None."""
     inner = vars(module).get(str(getattr(type(module), "shares", None)))
-    return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name for something else
+    return inner if isinstance(inner, nn.Module) else None  # a user's class may use the name otherwise
 
 
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
-    """Return a node's plain settings, and references for those that are taken from the user's network."""
+    """Return the part of a node about settings, and a reference to the user's network if they need it."""
     shares = str(getattr(type(module), "shares", None))
     beside = {*module.cache_names, "divergences"} if isinstance(module, Multitude) else set()
     skipped = {*_REGISTRIES, shares, *beside}  # caches, and attributes that are saved separately
@@ -115,58 +115,58 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
         if key in skipped:
             continue
         try:
-            settings[key] = _encoded(value, numbers)
+            settings[key] = _encode(value, numbers)
         except TypeError:
             others.append(key)
     node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
     if isinstance(module, Multitude):
-        node["divergences"] = [_encoded_function(function) for function in module.divergences]
+        node["divergences"] = [_encode_function(function) for function in module.divergences]
     hooks = _hooks(module)
     where = f"layer {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        raise ValueError(f"{where} has an extra state (get_extra_state), which the file could not hold")
+        raise ValueError(f"{where} has an extra state (get_extra_state), which a file cannot store")
     if _is_known(own_class(module)) and not others and not hooks:
         return node
     if others and others[0] in (reasons := getattr(type(module), "unsaved", {})):
         raise ValueError(reasons[others[0]])
     if isinstance(module, Multitude) or (others and _of_library(type(module))):
-        what = "has forward hooks" if hooks else "is a class of your own"
+        what = "has forward hooks" if hooks else "has a class of your own"
         if others:
             what = f"has {others[0]!r}, a {type(vars(module)[others[0]]).__name__}"
-        raise ValueError(f"{where} {what}, which a file cannot hold: take it off, or save the members, net.member(i)")
-    return node | {"origin": origin, "hooks": hooks} | held_by(module, others, seen)
+        raise ValueError(f"{where} {what}, which a file cannot store: remove it, or save the members, net.member(i)")
+    return node | {"origin": origin, "hooks": hooks} | describe_attributes(module, others, seen)
 
 
 def _hooks(module: nn.Module) -> int:
-    """Count a module's forward hooks, except those that are recreated."""
+    """Count a module's forward hooks, except those that loading creates."""
     own = 2 * len(attached(module))  # one pre-hook and one hook
     own += len(lazy_hooks(module._forward_hooks))
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
 
 
-def _encoded(value: Any, numbers: Mapping[int, int]) -> Any:
+def _encode(value: Any, numbers: Mapping[int, int]) -> Any:
     """Encode a plain value for JSON, or raise a TypeError."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, nn.Module) and id(value) in numbers:
         return {"module": numbers[id(value)]}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return {"tuple": [_encoded(v, numbers) for v in value]}
+        return {"tuple": [_encode(v, numbers) for v in value]}
     if type(value) is list:
-        return [_encoded(v, numbers) for v in value]
+        return [_encode(v, numbers) for v in value]
     if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: _encoded(v, numbers) for key, v in value.items()}}
+        return {"dict": {key: _encode(v, numbers) for key, v in value.items()}}
     raise TypeError
 
 
-def _encoded_function(function: Callable[..., Tensor]) -> Node:
+def _encode_function(function: Callable[..., Tensor]) -> Node:
     own = function.func if isinstance(function, partial) else function
     keywords = function.keywords if isinstance(function, partial) else {}
     name = divergence_name(own)
     if DIVERGENCES.get(name) is not own:
         raise ValueError(
-            f"net.divergences holds a function of your own ({name}), which a file cannot hold: save the network with "
-            "net.divergences = (), and set them again after loading"
+            f"net.divergences contains your own function {name}, which a file cannot store: set net.divergences = () "
+            "before saving, and set it again after loading"
         )
     return {"function": name, "keywords": dict(keywords)}
 
@@ -175,7 +175,7 @@ def _encoded_function(function: Callable[..., Tensor]) -> Node:
 
 
 def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module | None = None) -> nn.Module:
-    """Rebuild the network from nodes and tensors; `model` is not changed."""
+    """Rebuild the network from nodes and tensors; `model` does not change."""
     _check_model(nodes, model)
     parameters = {
         key: nn.Parameter(tensors[key], name not in node["fixed"])
@@ -185,9 +185,9 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
     }
     modules = _modules(nodes, parameters, tensors, model)
     for node, module in zip(nodes, modules, strict=True):
-        vars(module).update({key: _decoded(value, modules) for key, value in node["settings"].items()})
+        vars(module).update({key: _decode(value, modules) for key, value in node["settings"].items()})
         _check_members(module)
-        check_held(module, node)
+        restore_attributes(module, node)
         if "shares" in node:
             continue
         _refill(module._modules, {n: None if c is None else modules[c] for n, c in node["children"].items()})
@@ -204,94 +204,92 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
             share_registries(module, modules[node["shares"]])
             object.__setattr__(module, str(type(module).shares), modules[node["shares"]])
         if isinstance(module, Multitude):
-            module.divergences = tuple(map(_decoded_function, node["divergences"]))
+            module.divergences = tuple(map(_decode_function, node["divergences"]))
             module.forget()
     return modules[0]
 
 
 def _check_model(nodes: list[Node], model: nn.Module | None) -> None:
-    """Check the user's network completely before anything is built."""
+    """Check the user's network before anything is built."""
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     there = {} if model is None else dict(plain(model).named_modules(remove_duplicate=False))
     if model is not None and not any("origin" in node for node in nodes):
-        _check_like(nodes, there)
+        _check_matches(nodes, there)
     for node in nodes:
         if "origin" not in node:
             continue
         origin, kind = node["origin"], node["class"].rpartition(".")[2]
-        what = f"layer {origin!r}" if origin else "it"
+        what = f"layer {origin!r}" if origin else "the network"
         if model is None:
             raise ValueError(
-                "model must be given, a network like the one that was converted: its own code is not in the file, "
-                f"and {what} is a {kind}"
+                f"model must be given: the file contains no code, and {what} is a {kind}; pass a network like the one "
+                "that was converted"
             )
         found = there.get(origin)
         if found is None or type(found).__name__ != kind:
-            got = "there is none" if found is None else f"it is a {type(found).__name__}"
+            got = "missing" if found is None else f"a {type(found).__name__}"
             own = type(plain(model)).__name__
-            raise ValueError(f"model does not fit the file, in which {what} is a {kind}: in model ({own}) {got}")
+            raise ValueError(f"model does not fit the file: {what} is a {kind} in the file and {got} in model ({own})")
         if _hooks(found) != node["hooks"]:
             raise ValueError(
-                f"model does not fit the file, in which {what} ({kind}) has {node['hooks']} forward hooks: in model it "
-                f"has {_hooks(found)}"
+                f"model does not fit the file: {what} ({kind}) has {node['hooks']} forward hooks in the file and "
+                f"{_hooks(found)} in model"
             )
         for registry in ("parameters", "buffers"):
             missing = getattr(found, f"_{registry}").keys() - node[registry].keys()
             if missing:
                 raise ValueError(
-                    f"model does not fit the file, in which {what} ({kind}) has no tensor {min(missing)!r} of its own"
+                    f"model does not fit the file: {what} ({kind}) has a tensor {min(missing)!r} in model only"
                 )
 
 
-def _check_like(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
-    """Check that a given network matches the file, even if the file alone would suffice."""
+def _check_matches(nodes: list[Node], there: Mapping[str, nn.Module]) -> None:
+    """Check that a given network matches a file that can be loaded without one."""
     notes = nodes[0]["settings"].get("notes", {}).get("dict", {})
     at: dict[str, list[Node]] = {}
     for node in nodes:
         at.setdefault(str(node["place"]), []).append(node)
     for place, those in at.items():
         if place not in there and any(map(_has_weights, those)):
-            raise ValueError(
-                f"model does not fit the file, in which there is a layer {place!r}: in model there is none"
-            )
+            raise ValueError(f"model does not fit the file: layer {place!r} of the file is missing in model")
     for place, module in there.items():
         if any(p is not None for p in module._parameters.values()):
-            _check_one_like(place, module, at.get(place, []), noted=place in notes)
+            _check_layer_matches(place, module, at.get(place, []), noted=place in notes)
 
 
 def _has_weights(node: Node) -> bool:
-    """Return whether a node is a layer of the user's network or a converted one, not an addition of a method."""
+    """Return whether a node is a layer of the user's network, converted or not, and no addition of a method."""
     names = node.get("parameters", {})
-    return "weight" in names or (bool(names) and not _of_library_named(node))
+    return "weight" in names or (bool(names) and not _is_of_library(node))
 
 
-def _of_library_named(node: Node) -> bool:
+def _is_of_library(node: Node) -> bool:
     return str(node["class"]).startswith("multitudes.")
 
 
-def _check_one_like(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
-    """Check that a layer exists, has its class or was converted, and has its settings unless `noted` as changed."""
+def _check_layer_matches(place: str, module: nn.Module, nodes: list[Node], noted: bool) -> None:
+    """Check a layer of the given network: it is in the file, with its class and settings unless it was converted."""
     kind = type(module).__name__
     same = [node for node in nodes if node["class"] == _name_of(type(module))]
-    if not same and not any(map(_of_library_named, nodes)):
-        got = f"it is a {nodes[0]['class'].rpartition('.')[2]}" if nodes else "there is none"
-        raise ValueError(f"model does not fit the file: its layer {place!r} is a {kind}, and in the file {got}")
+    if not same and not any(map(_is_of_library, nodes)):
+        got = f"a {nodes[0]['class'].rpartition('.')[2]}" if nodes else "missing"
+        raise ValueError(f"model does not fit the file: layer {place!r} is {got} in the file and a {kind} in model")
     settings = _settings(module, place, place, {}, set())["settings"]
     for key, want in (same[0]["settings"] if same and not noted else {}).items():
         if key in settings and key != "training" and settings[key] != want:
             raise ValueError(
-                f"model does not fit the file, in which layer {place!r} ({kind}) has {key} = {want}: in model it is "
-                f"{settings[key]}"
+                f"model does not fit the file: layer {place!r} ({kind}) has {key} = {want} in the file and "
+                f"{settings[key]} in model"
             )
 
 
 def _modules(
     nodes: list[Node], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module | None
 ) -> list[Any]:
-    """Create a module per node: an empty one of its class, or a copy of the user's own."""
+    """Create a module per node: an empty one of its class, or a copy of the user's module."""
     modules: dict[int, nn.Module] = {
-        number: _bare(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
+        number: _empty_module(node["class"]) for number, node in enumerate(nodes) if "origin" not in node
     }
     if model is not None:
         there = dict(plain(model).named_modules(remove_duplicate=False))
@@ -308,10 +306,7 @@ def _copies(
     there: Mapping[str, nn.Module],
     saved: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[int, nn.Module]:
-    """Copy the user's own modules of one member.
-
-    They are copied together to preserve references between them and to their tensors.
-    """
+    """Copy the user's own modules of one member together, which preserves references between them."""
     memo: dict[int, Any] = {}
     for number in numbers:
         counterpart = there.get(nodes[number]["place"])
@@ -334,7 +329,7 @@ def _copies(
     return copies
 
 
-def _bare(name: str) -> nn.Module:
+def _empty_module(name: str) -> nn.Module:
     kind = _class_named(name)
     module = kind.__new__(kind)
     nn.Module.__init__(module)
@@ -342,36 +337,36 @@ def _bare(name: str) -> nn.Module:
 
 
 def _check_members(module: nn.Module) -> None:
-    """Check the number of members: files may come from others."""
+    """Check the number of members, since a file may come from a stranger."""
     members = vars(module).get("members", 1)
-    if isinstance(module, Multitude) and (type(members) is not int or not 1 <= members <= MOST_MEMBERS):
-        raise ValueError(f"the file is damaged: a network has 1 to {MOST_MEMBERS} members, and it says {members!r}")
+    if isinstance(module, Multitude) and (type(members) is not int or not 1 <= members <= MAX_MEMBERS):
+        raise ValueError(f"the file is damaged: members must be 1 to {MAX_MEMBERS}, got {members!r}")
 
 
 def _refill(registry: dict[str, Any], items: Mapping[str, Any]) -> None:
-    """Replace the items in place, since other modules share the registry."""
+    """Replace the items in place, because other modules share the registry."""
     registry.clear()
     registry.update(items)
 
 
-def _decoded(value: Any, modules: list[Any]) -> Any:
+def _decode(value: Any, modules: list[Any]) -> Any:
     if isinstance(value, list):
-        return [_decoded(v, modules) for v in value]
+        return [_decode(v, modules) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "module":
         return modules[inside]
     if kind == "tuple":
-        return tuple(_decoded(v, modules) for v in inside)
-    return {key: _decoded(v, modules) for key, v in inside.items()}
+        return tuple(_decode(v, modules) for v in inside)
+    return {key: _decode(v, modules) for key, v in inside.items()}
 
 
-def _decoded_function(node: Node) -> Callable[..., Tensor]:
-    _library_module(node["function"].rpartition(".")[0])  # imports the module that declares it
+def _decode_function(node: Node) -> Callable[..., Tensor]:
+    _library_module(node["function"].rpartition(".")[0])  # importing the module registers the function
     function = DIVERGENCES.get(node["function"])
     if function is None:
-        raise ValueError(f"the file names {node['function']!r}, which is no divergence of this library")
+        raise ValueError(f"the file names {node['function']!r}, which is not a divergence of this library")
     return partial(function, **node["keywords"]) if node["keywords"] else function
 
 
@@ -387,7 +382,7 @@ def _of_library(kind: type[nn.Module]) -> bool:
 
 
 def _is_known(kind: type[nn.Module]) -> bool:
-    """Return whether a class of torch or of this library can be found by its name."""
+    """Return whether a class belongs to torch or this library and can be found by its name."""
     return (_of_library(kind) or kind.__module__.startswith("torch.nn.modules.")) and "." not in kind.__qualname__
 
 
@@ -397,12 +392,12 @@ def _class_named(name: str) -> type[nn.Module]:
     if isinstance(kind, type) and issubclass(kind, nn.Module) and _is_known(kind):
         return kind
     raise ValueError(
-        f"the file names {name!r}, which is no layer of torch or of this library: is it of a later version?"
+        f"the file names {name!r}, which is not a layer of torch or of this library: was it saved by a later version?"
     )
 
 
 def _library_module(name: str) -> ModuleType | None:
-    """Import a module of torch's layers or of this library; None for any other."""
+    """Import a module of torch's layers or of this library; return None for any other."""
     if not name.startswith(("multitudes.", "torch.nn.modules.")) or "__" in name:  # __main__ is not a library module
         return None
     with suppress(ImportError):

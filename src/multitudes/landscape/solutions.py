@@ -24,7 +24,7 @@ from multitudes.networks.stochastic import stochastic_layers
 from multitudes.tasks import TASKS
 from multitudes.tasks.predictive import Predictive
 from multitudes.training.batches import Batches
-from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, fitting
+from multitudes.training.recorder import Checkpoints, Recorder, State, Trajectory, checked_state
 
 CachedInputs = list[tuple[Any, None]]
 """Cached batches of inputs: all solutions get the same ones in the same order."""
@@ -221,7 +221,7 @@ def _networks_in(source: Any, model: nn.Module | None = None, name: str = "solut
     elif _is_state(source):
         if model is None:
             raise ValueError(f"{name} holds state dicts: pass their network as model=")
-        yield "checkpoint", _loaded(model, fitting(source, model, name))
+        yield "checkpoint", _loaded(model, checked_state(source, model, name))
     elif isinstance(source, Iterable) and not isinstance(source, (str, Mapping, Tensor)):
         for index, part in enumerate(source):
             yield from _networks_in(part, model, f"{name}[{index}]")

@@ -25,7 +25,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.metrics.class_inputs import Rows
 from multitudes.metrics.declare import NEITHER, TARGETLESS, InputFormat, counted, metric
 from multitudes.metrics.regression_inputs import Forecast, Forecasts, read_forecasts
-from multitudes.training.recorder import Recorder, fitting, flat_state
+from multitudes.training.recorder import Recorder, checked_state, flat_state
 
 __all__ = ["Ambiguity", "cosine_similarity"]
 
@@ -246,7 +246,9 @@ def _weights(networks: Any, model: nn.Module | None) -> Tensor:
             network = network.state_dict()
         if model is None:
             raise ValueError("model is needed to distinguish weights from buffers in state dicts, got None")
-        vectors.append(flat_state(fitting(network, model, f"networks[{index}]", "a network or a state dict"), model))
+        vectors.append(
+            flat_state(checked_state(network, model, f"networks[{index}]", "a network or a state dict"), model)
+        )
     if not vectors:
         raise ValueError("networks must hold at least one network, got none")
     return torch.stack(vectors)

@@ -1,5 +1,5 @@
 """`fit` and its parts: schedules, optimizers, validation, class weights, checkpoints, the recorder.
 
-Imports `core` and `surgery`. New schedules go into `schedules.py`, new optimizers by name into `optimizers.py`, new
-validation scores into `validation.py`.
+Imports `ensemble`, `tasks` and `networks`. To add a schedule, edit `schedules.py`; a named optimizer, `optimizers.py`;
+a validation score, `validation.py`.
 """

@@ -1,6 +1,6 @@
-"""Batch-norm statistics, measured on data, for weights that were never trained, such as averages or draws.
+"""Recompute batch-norm statistics for weights that were never trained, such as averages or draws.
 
-Averaged statistics are not the statistics of averaged weights; a pass in training mode computes these (Izmailov et al.,
+Averaged statistics are not the statistics of averaged weights, so a pass over the data measures them (Izmailov et al.,
 2018).
 """
 
@@ -22,17 +22,16 @@ _KINDS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def norms(network: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch-norm layers that keep running statistics, by name."""
+    """Return the batch-norm layers with running statistics, by name."""
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _BatchNorm)}
     return {name: layer for name, layer in layers.items() if isinstance(layer.running_mean, Tensor)}
 
 
 @torch.no_grad()
 def statistics(network: nn.Module, state: State, batches: Batches) -> State:
-    """Return the batch-norm buffers, by name, of a network with the weights of `state`: the mean over the batches.
+    """Return batch-norm buffers by name, averaged over batches, of a network with the weights of `state`.
 
-    Only batch norm is in training mode: dropout is off, stochastic layers return expectations. The network keeps its
-    buffers.
+    Only batch norms run in training mode; stochastic layers return expectations. The network's buffers do not change.
 
     >>> network = nn.BatchNorm1d(1)
     >>> statistics(network, {}, Batches(torch.tensor([[1.0], [3.0]])))["running_mean"], network.running_mean
@@ -51,8 +50,8 @@ def statistics(network: nn.Module, state: State, batches: Batches) -> State:
         holding(layers.values(), "momentum", None),
     ):
         for x, _ in batches.on(device_in(network)):
-            _answer(network, state | buffers, x)
-    # The network does not use this layer.
+            _predict(network, state | buffers, x)
+    # Skip layers that did not run.
     used = [own for name, own in fresh.items() if own[f"{name}.num_batches_tracked".lstrip(".")].item()]
     return {name: buffer for own in used for name, buffer in own.items()}
 
@@ -67,14 +66,14 @@ def accuracy(network: nn.Module, state: State, batches: Batches) -> float:
                 raise ValueError(
                     "accuracy needs classes as targets: pass data=(x, y), or batches of inputs and classes"
                 )
-            labels = _answer(network, state, x).argmax(1)
+            labels = _predict(network, state, x).argmax(1)
             if labels.shape != y.shape:
-                raise ValueError(f"data has classes of shape {list(y.shape)} for answers of shape {list(labels.shape)}")
+                raise ValueError(f"data has classes of shape {list(y.shape)}, predictions have {list(labels.shape)}")
             right += int((labels == y).sum())
             total += y.numel()
     return right / total
 
 
-def _answer(network: nn.Module, state: State, x: Input) -> Tensor:
+def _predict(network: nn.Module, state: State, x: Input) -> Tensor:
     with input_errors(x):
         return call_with(network, state, x)

@@ -1,4 +1,4 @@
-"""Data that networks are measured on, in any form: `Batches`."""
+"""`Batches`: one form for all data that networks are measured on."""
 
 from __future__ import annotations
 
@@ -12,37 +12,34 @@ from torch.utils.data import Dataset, IterableDataset
 from multitudes.networks.calls import Input, moved, split_batch
 
 ROWS = 256
-"""The most rows of a tensor that run at a time."""
+"""Maximum rows of a tensor per batch."""
 
 
 class Batches:
-    """Data to measure networks on; it can be iterated any number of times.
+    """Batches that can be iterated repeatedly.
 
-    The data is a tensor of inputs `[N, ...]`; one batch, `(x, y)` or a mapping of keyword arguments; or an iterable of
-    batches, such as a `DataLoader`. In a tuple the inputs come first, then the targets. Tensors are cut into parts of
-    equal size. Copies of a network share its data.
+    The data is a tensor of inputs `[N, ...]`, one batch (`(x, y)` or a mapping of keyword arguments), or an iterable of
+    batches, such as a `DataLoader`. Tensors are split into parts of equal size. Deep copies share the data.
     """
 
     def __init__(self, data: Any, rows: int = ROWS) -> None:
         if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
             raise ValueError(f"data must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
         if isinstance(data, tuple) and len(data) > 2:
-            raise ValueError(
-                f"data must be a list where it holds batches, or one batch (x, y), got a tuple of {len(data)}"
-            )
+            raise ValueError(f"data must be one batch (x, y) or a list of batches, got a tuple of {len(data)}")
         if isinstance(data, Tensor | tuple | Mapping):
-            data = list(_cut(*split_batch(data), rows))
+            data = list(_split(*split_batch(data), rows))
         elif not isinstance(data, Iterable):
             raise ValueError(f"data must be a tensor, a batch or an iterable of batches, got {type(data).__name__}")
         self.batches = list(data) if isinstance(data, Iterator) else data
 
     @classmethod
     def of(cls, data: Any) -> Batches | None:
-        """Wrap `data`, unless it is None."""
+        """Wrap `data`; return None for None."""
         return data if data is None or isinstance(data, Batches) else cls(data)
 
     def on(self, device: torch.device) -> Iterator[tuple[Input, Tensor | None]]:
-        """Yield inputs and targets on a device, batch by batch; raise an error if there are none."""
+        """Yield the inputs and targets of each batch on a device; raise an error if there is no batch."""
         empty = True
         for batch in self.batches:
             empty = False
@@ -55,7 +52,7 @@ class Batches:
         return self
 
 
-def _cut(x: Input, y: Tensor | None, rows: int) -> Iterator[tuple[Input, Tensor | None]]:
+def _split(x: Input, y: Tensor | None, rows: int) -> Iterator[tuple[Input, Tensor | None]]:
     if not isinstance(x, Tensor):
         yield x, y
         return

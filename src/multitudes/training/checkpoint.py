@@ -1,14 +1,17 @@
-"""Checkpoints of a training: its state, and the safetensors file that stores it.
+"""Checkpoints: the state of a training, and the safetensors file that stores it.
 
-The file stores the network, the optimizer's state and the random state, so that a resumed training on a CPU ends with
-the same weights as one that was never interrupted.
+The file holds the network, the optimizer's state and the random state. On a CPU, a resumed training ends with the same
+weights as an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,42 +25,43 @@ from multitudes.networks.devices import device_in
 from multitudes.training.recorder import check_fits, tensors_of
 
 Tensors = dict[str, Tensor]
-WITHIN = 30
-"""Checkpoints within an epoch are written this many times less often than at its end."""
+WITHIN_EPOCH = 30
+"""Factor of the minimum seconds between writes, for writes within an epoch."""
 ENTRY = "training"
-"""The header entry that holds everything except the tensors."""
-OF_TENSORS = ("epoch_random", "best", "average")
-"""Fields of a `TrainingState` that are tensors by name."""
+"""Header entry of everything except tensors."""
+TENSOR_FIELDS = ("epoch_random", "best", "average")
+"""Fields of `TrainingState` that map names to tensors."""
 
 
 @dataclass
 class TrainingState:
     """Progress of a training.
 
-    `epoch` and `batch` count the finished ones; `batch`, `total` (of losses) and `seconds` are of the current epoch.
+    `epoch` and `batch` count finished epochs and batches. `batch`, `total` (sum of losses) and `seconds` refer to the
+    current epoch.
     """
 
     epoch: int = 0
     batch: int = 0
     batches: int | None = None
-    """Batches per epoch, once known; the learning rate depends on it."""
+    """Batches per epoch, once known."""
     step: int = 0
     total: float = 0.0
     seconds: float = 0.0
     stopped: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
     epoch_random: Tensors = field(default_factory=dict)
-    """The random state at the start of the current epoch, which determines the order of its batches."""
+    """Random state at the start of the current epoch; it determines the order of batches."""
     best: Tensors = field(default_factory=dict)
-    """The weights and buffers of the epoch with the best validation score so far."""
+    """Weights and buffers of the epoch with the best validation score."""
     average: Tensors = field(default_factory=dict)
     best_score: float | None = None
     since_best: int = 0
-    """Epochs validated since the best one."""
+    """Validated epochs since the best one."""
 
 
 def random_state(device: torch.device) -> Tensors:
-    """Return torch's random state, on the CPU and on the network's own device."""
+    """Return torch's random states of the CPU and of the network's device."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -73,13 +77,13 @@ def set_random_state(state: Tensors, device: torch.device) -> None:
 
 @dataclass
 class Checkpoint:
-    """The file of a training, written whole or not at all."""
+    """The file that stores a training; writing is atomic."""
 
     path: Path
     every: float
-    """The minimum seconds between two writes at ends of epochs."""
+    """Minimum seconds between writes after epochs."""
     of: str = ""
-    """A name for what is trained, if tensors and settings alone do not identify it."""
+    """Name of the training; files with another name are refused."""
 
     def __post_init__(self) -> None:
         needed("safetensors.torch", "safetensors", "checkpoint=")
@@ -87,20 +91,20 @@ class Checkpoint:
         self.written, self.cost = time.monotonic(), 0.0
 
     def due(self, epoch_ended: bool) -> bool:
-        """Return whether to write now: sooner at the end of an epoch, and at most 5 % of the time."""
-        wait = self.every if epoch_ended else WITHIN * self.every
+        """Return whether to write now; writes take at most 5 % of the time."""
+        wait = self.every if epoch_ended else WITHIN_EPOCH * self.every
         return time.monotonic() - self.written >= max(wait, 20 * self.cost)
 
     def save(self, state: TrainingState, net: nn.Module, optimizer: Optimizer, settings: dict[str, Any]) -> None:
-        """Write everything that the rest of the training depends on."""
+        """Write everything that a resumed training needs."""
         start = time.monotonic()
-        plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in OF_TENSORS}
+        plain = {each.name: getattr(state, each.name) for each in fields(state) if each.name not in TENSOR_FIELDS}
         parts = {"net": tensors_of(net.state_dict()), "random": random_state(device_in(net))}
-        parts |= {name: getattr(state, name) for name in OF_TENSORS}
+        parts |= {name: getattr(state, name) for name in TENSOR_FIELDS}
         slots = {str(index): values for index, values in optimizer.state_dict()["state"].items()}
-        held = grouped(slots)
-        parts["optimizer"] = tensors_of(held)
-        numbers = {place: value for place, value in held.items() if place not in parts["optimizer"]}
+        entries = grouped(slots)
+        parts["optimizer"] = tensors_of(entries)
+        numbers = {place: value for place, value in entries.items() if place not in parts["optimizer"]}
         about = {"of": self.of, "state": plain, "optimizer": numbers, "settings": settings}
         write_tensors(self.path, grouped(parts), ENTRY, about, "checkpoint=")
         self.written = time.monotonic()
@@ -114,12 +118,12 @@ class Checkpoint:
         for name, value in settings.items():
             if saved["settings"].get(name) != value:
                 raise ValueError(
-                    f"checkpoint {str(self.path)!r} is of a training with {name}={saved['settings'].get(name)!r}, now "
-                    f"it is {value!r}: remove the file to begin anew, or choose another"
+                    f"checkpoint {str(self.path)!r} belongs to a training with {name}={saved['settings'].get(name)!r}, "
+                    f"but now {name}={value!r}: delete the file to start over, or choose another"
                 )
         weights = below("net", tensors)
         check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
-        net.load_state_dict(weights, strict=False)  # not strict: non-tensors stay the network's own
+        net.load_state_dict(weights, strict=False)  # not strict: state dicts may hold non-tensors
         slots: dict[int, dict[str, Any]] = {}
         for place, value in (below("optimizer", tensors) | saved["optimizer"]).items():
             index, key = place.split("/", 1)
@@ -127,14 +131,14 @@ class Checkpoint:
         optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
         for name, value in saved["state"].items():
             setattr(state, name, value)
-        for name in OF_TENSORS:
+        for name in TENSOR_FIELDS:
             setattr(state, name, below(name, tensors))
         set_random_state(below("random", tensors), device_in(net))
         return True
 
 
 def saved_step(path: Path, of: str = "") -> int | None:
-    """Return the number of steps of the training in a file; None if there is no file."""
+    """Return the number of steps that a checkpoint has reached; None if there is no file."""
     return int(_read(path, of)[1]["state"]["step"]) if path.exists() else None
 
 
@@ -142,7 +146,64 @@ def _read(path: Path, of: str) -> tuple[Tensors, dict[str, Any]]:
     try:
         tensors, saved = read_tensors(path, ENTRY, "checkpoint=")
     except DamagedError as error:
-        raise ValueError(f"checkpoint {error}; remove the file to begin anew") from error
+        raise ValueError(f"checkpoint {error}; delete the file to start over") from error
     if saved.get("of") != of:
-        raise ValueError(f"checkpoint {str(path)!r} is of another training: remove the file to begin anew")
+        raise ValueError(
+            f"checkpoint {str(path)!r} belongs to another training: delete the file to start over, or choose another"
+        )
     return tensors, saved
+
+
+class DeferredSignals:
+    """Defer SIGINT (Ctrl-C) and SIGTERM inside a `with` block, until `deliver` or the end of the block.
+
+    A second Ctrl-C is delivered at once. Outside the main thread this has no effect.
+
+    >>> try:
+    ...     with DeferredSignals() as signals:
+    ...         signal.raise_signal(signal.SIGINT)
+    ...         print(signals.pending)
+    ... except KeyboardInterrupt:
+    ...     print("now")
+    True
+    now
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def pending(self) -> bool:
+        """True if a signal has arrived."""
+        return self._number is not None
+
+    def deliver(self) -> None:
+        """Restore the handlers, and raise the signal that has arrived."""
+        self._release()
+        number, self._number = self._number, None
+        if number is not None:
+            signal.raise_signal(number)
+
+    def __enter__(self) -> DeferredSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.deliver()
+        self._release()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        again = number == self._number == signal.SIGINT
+        self._number = number
+        if again:
+            self.deliver()
+
+    def _release(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,4 +1,4 @@
-"""Class weights, with which rare classes count as much as common ones: `class_weights_of`."""
+"""Class weights, for example to balance rare and common classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multitudes.networks.trace import unmoved
 from multitudes.tasks import TASKS, Task, one_of
 from multitudes.tasks.criteria import spread
 from multitudes.training.objective import batches_from
-from multitudes.training.validation import settle
+from multitudes.training.validation import prepare_for
 
 
 class ClassWeights:
@@ -33,14 +33,14 @@ class ClassWeights:
         self.checked = counted
 
     def of(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the weight of each target, in the shape of y: that of its class, times that of its row, `[B]`."""
+        """Return a weight per target, in the shape of y: that of its class times that of its row, `weight [B]`."""
         weights = self.weights.to(y.device)
-        if self.task.single_logit:  # a probability of yes mixes the weights of both classes
+        if self.task.single_logit:  # a probability mixes the weights of both classes
             own = torch.lerp(weights[0], weights[1], y.to(weights.dtype))
         elif y.is_floating_point():
             raise ValueError(
-                f"class_weight is for targets that are classes, got probabilities of shape {list(y.shape)}: weigh each "
-                "row instead, in batches (x, y, weight)"
+                f"class_weight needs classes as targets, got probabilities of shape {list(y.shape)}: pass row weights "
+                "instead, in batches (x, y, weight)"
             )
         else:
             own = self._by_class(weights, y.long())
@@ -52,41 +52,42 @@ class ClassWeights:
             return torch.where(y < len(weights), weights[y.clamp(max=len(weights) - 1)], 1.0)
         if not y.is_cuda and y.numel() and int(y.max()) >= len(weights):
             raise ValueError(
-                f"class_weight must hold one number for each class, got {len(weights)} and a class {int(y.max())}"
+                f"class_weight must hold one number for each class, got {len(weights)}, but y contains {int(y.max())}"
             )
         return weights[y]
 
     def check(self, net: Multitude, x: Input) -> None:
-        """Raise an error if the network has another number of classes; checks the first input only."""
+        """Check the network's number of classes, on the first input only."""
         if self.checked:
             return
         self.checked = True
-        settle(net, x)
+        prepare_for(net, x)
         with unmoved(net.network, ()), seeded(0):
             found = net.predict(x, net.task, seed=0)
         classes = found.reading.class_count(found.predictions.shape[1:])
         if classes != len(self.weights):
             raise ValueError(
-                f"class_weight must hold one number for each class, got {len(self.weights)} for a network of {classes}"
+                f"class_weight must hold one number for each of the {classes} classes, got {len(self.weights)}"
             )
 
 
 def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | None:
-    """Return class weights from the argument of `fit`: None, `"balanced"`, or one number per class."""
+    """Return the class weights for `fit(class_weight=given)`."""
     if given is None:
         return None
     task = net.reading
     if not _weighs(task):
         known = one_of([name for name, each in TASKS.items() if _weighs(each)])
         raise ValueError(
-            f"class_weight is for task {known}, and the task is {task.name!r}: weigh each row instead, in batches "
+            f"class_weight needs task {known}, got task {task.name!r}: pass row weights instead, in batches "
             "(x, y, weight)"
         )
     if isinstance(given, str) and given == "balanced":
-        return ClassWeights(balanced(_targets(data, task)), task, counted=not task.single_logit)
+        return ClassWeights(balanced(_count_targets(data, task)), task, counted=not task.single_logit)
     numbers = given.tolist() if isinstance(given, Tensor) else given
     listed = isinstance(numbers, Sequence) and not isinstance(numbers, str) and len(numbers) > 0
-    if not listed or not all(_is_weight(number) for number in numbers):
+    real = listed and all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
+    if not real or not all(math.isfinite(n) and n >= 0 for n in numbers):
         raise ValueError(
             f"class_weight must be None, 'balanced', or one finite number, 0 or more, for each class, got {given!r}"
         )
@@ -94,12 +95,12 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
 
 
 def _weighs(task: Task) -> bool:
-    """Return whether each target is one of the task's classes."""
+    """Return whether each target is one class."""
     return task.classes and not task.several_labels
 
 
 def balanced(counts: Tensor) -> Tensor:
-    """Return weights that balance classes of these counts, `n / (classes * count)`; 1 for classes without targets.
+    """Return the weights `n / (classes * count)`; 1 for classes without targets.
 
     King & Zeng, *Logistic Regression in Rare Events Data* (2001).
 
@@ -110,17 +111,12 @@ def balanced(counts: Tensor) -> Tensor:
     return torch.where(counts > 0, weights, 1.0).float()
 
 
-def _is_weight(number: Any) -> bool:
-    real = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return real and math.isfinite(number) and number >= 0
-
-
-def _targets(data: Any, task: Task) -> Tensor:
-    """Return how often each class is a target, in one pass over the data."""
+def _count_targets(data: Any, task: Task) -> Tensor:
+    """Count the targets of each class, in one pass over the data."""
     if isinstance(data, Iterator):
         raise ValueError(
-            f"class_weight='balanced' counts the classes before the training, and data is a {type(data).__name__} that "
-            "can be iterated only once: pass a list, or one number for each class"
+            f"class_weight='balanced' iterates data before the training, but a {type(data).__name__} can be iterated "
+            "only once: pass a list, or one number for each class"
         )
     counts = torch.zeros(2 if task.single_logit else 0, dtype=torch.int64)
     with seeded(0):
@@ -130,7 +126,9 @@ def _targets(data: Any, task: Task) -> Tensor:
                 raise ValueError(f"batch {number} of data must have targets, (x, y), got an input alone")
             if y.is_floating_point() and not task.single_logit:
                 shape = list(y.shape)
-                raise ValueError(f"class_weight='balanced' counts classes, and y holds probabilities of shape {shape}")
+                raise ValueError(
+                    f"class_weight='balanced' needs classes as targets, got probabilities of shape {shape}"
+                )
             classes = (y >= 0.5).long() if task.single_logit else task.aligned(y).long()
             found = torch.bincount(classes[classes >= 0].cpu(), minlength=len(counts))
             found[: len(counts)] += counts

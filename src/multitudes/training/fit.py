@@ -1,8 +1,4 @@
-"""One training loop for every multitude: `fit`.
-
-net = mt.packed(model, members=4, alpha=2)
-history = mt.fit(net, loader, epochs=75, optimizer="sgd", lr=0.05, schedule="cosine")
-"""
+"""`fit`: train any multitude."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from multitudes.networks.seeds import seeded
 from multitudes.tasks import Criterion, criterion_for
 from multitudes.training.checkpoint import Checkpoint
 from multitudes.training.class_weights import class_weights_of
-from multitudes.training.objective import Objective, size_of
+from multitudes.training.objective import TrainingObjective, size_of
 from multitudes.training.optimizers import make_optimizer
 from multitudes.training.precision import precision_dtype
 from multitudes.training.schedules import Schedule, schedule_of
@@ -61,60 +57,67 @@ def fit(
     accelerator: Any = None,
     progress: bool | None = None,
 ) -> list[Epoch]:
-    """Train `net` on `data` by its own objective; leave it in training mode, and return the results of each epoch.
+    """Train a network by its own objective, and leave it in training mode.
 
     Args:
-        net: a multitude, or a plain network, on the device to train on.
-        data: an iterable of batches `(x, y)`, such as a `DataLoader`, that can be iterated once per epoch. For batches
-            `(x, y, weight)`, with a weight `[B]` for each row, the loss is the mean of the rows' losses times weights.
-        epochs: how many times to iterate the data.
-        optimizer: `"sgd"` (with Nesterov momentum), `"adam"` or `"adamw"`; or an optimizer of this network, or a
-            function that makes one from parameter groups.
-        lr: the maximum learning rate; by default 0.05 for SGD and 0.001 for Adam.
-        momentum: momentum of SGD.
-        weight_decay: weight decay of the named optimizers, for all parameters, as in torch.
-        schedule: `"cosine"`, `"linear"`, `"multistep"`, `"cyclic"` or `"constant"`, by name or with settings
-            (`{"name": "multistep", "milestones": [0.3, 0.6, 0.8], "factor": 0.2}`), or a function of the share of
-            the training that is done.
-        warmup: the number of epochs in which the rate rises to the schedule's own.
-        precision: `"float32"`, or `"bfloat16"` for automatic mixed precision, or `"auto"`: bfloat16 on a GPU that
-            supports it, otherwise float32. Validation runs in float32, as predictions do.
-        channels_last: whether to use the channels-last layout for network and images.
-        compile: whether to compile the objective.
-        clip: the maximum norm of the gradient, for each independent member separately.
-        task: the meaning of the targets, "classification", "tokens", "binary", "multilabel", "regression", "gaussian"
-            or "quantiles" (see `Predictive`), which the network then predicts; by default the network's own task.
-        criterion: passed to `net.loss`; by default the task's own: cross-entropy, mean squared error, Gaussian NLL,
-            pinball.
-        dataset_size: the number of examples, for objectives with a divergence; by default taken from `data`.
-        average: the share of a moving average of the weights that is kept in each step, such as 0.99. The average is
-            validated, and becomes the network's weights at the end.
-        class_weight: the weights of the targets of each class: one number per class, or `"balanced"`,
-            `n / (classes * count)` from one pass over `data`, with which all classes count the same. Validation uses
-            them too.
-        validation: batches like those of `data`, but not trained on. After each epoch the joint prediction of members
-            and draws is scored on them in evaluation mode (`Epoch.validation`, lower is better): by the negative log
-            probability of classes, the negative log density of "gaussian", the mean squared error of "regression", the
-            pinball loss of "quantiles". At the end the network has the weights and buffers of the best epoch.
-        patience: stop the training after this many epochs without a better score.
-        stop_by: `"score"`, or, for values, `"error"` for the root mean squared error of the mean prediction.
-        callbacks: functions of a `Progress`, called after each step.
-        checkpoint: a file to save the training in: after epochs (see `checkpoint_seconds`), at the end, and on Ctrl-C
-            or SIGTERM after the current step. If the file exists, the training resumes, and ends as if it had never
-            been interrupted (exactly so on a CPU).
-        checkpoint_seconds: save after an epoch if the last save is at least this many seconds old; within an epoch,
-            thirty times as many. Slow saves are less frequent, to take at most 5 % of the time.
-        checkpoint_of: a name for what is trained; a file that was saved under another name is refused.
-        seed: the seed of all randomness in training, which then leaves torch's own random state alone.
-        accelerator: a Hugging Face `Accelerator`, to train in several processes, each on its share of the batches.
-        progress: whether to show progress on stderr; by default on a terminal, after two seconds.
+        net: A multitude or a plain network, on the device to train on.
+        data: Iterable of batches `(x, y)` or `(x, y, weight)`, iterated once per epoch, such as a `DataLoader`. With
+            weights `[B]`, one per row, the loss is the mean of weight times loss over the rows.
+        epochs: Number of passes over the data.
+        optimizer: `"sgd"` (with Nesterov momentum), `"adam"`, `"adamw"`, an optimizer of this network, or a function
+            from its parameters to an optimizer.
+        lr: Maximum learning rate; default 0.05 for SGD and 0.001 for Adam.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of the named optimizers, for all parameters, as in torch.
+        schedule: `"cosine"`, `"linear"`, `"multistep"`, `"cyclic"` or `"constant"`; a mapping with settings, such as
+            `{"name": "multistep", "milestones": [0.3, 0.6, 0.8], "factor": 0.2}`; or a function from the share of the
+            training that is done to a factor of the learning rate.
+        warmup: Number of epochs in which the rate rises linearly to that of the schedule.
+        precision: `"float32"`, `"bfloat16"` for automatic mixed precision, or `"auto"` for bfloat16 on GPUs that
+            support it and float32 elsewhere. Validation always runs in float32.
+        channels_last: Use the channels-last memory format for the network and its images.
+        compile: Compile the objective with `torch.compile`.
+        clip: Maximum norm of the gradient; independent members are clipped separately.
+        task: Meaning of the targets (see `Predictive`), also for later predictions; default: the network's own task.
+        criterion: Loss function, passed to `net.loss`; default: the task's own (cross-entropy, mean squared error,
+            Gaussian negative log-likelihood, pinball loss).
+        dataset_size: Number of examples, which scales a divergence in the objective; default: taken from `data`.
+        average: Decay of an exponential moving average of the weights, such as 0.99. The average is validated and
+            replaces the weights at the end.
+        class_weight: One weight per class, or `"balanced"` for `n / (classes * count)`, counted in one pass over
+            `data`. The weights also apply to the validation score.
+        validation: Batches like those of `data`, to score after each epoch. The score, `Epoch.validation`, is that of
+            the joint prediction in evaluation mode, and lower is better: negative log-likelihood for classes and
+            `"gaussian"`, mean squared error for `"regression"`, pinball loss for `"quantiles"`. The weights and
+            buffers of the best epoch are restored at the end.
+        patience: Stop after this many epochs without a better score.
+        stop_by: `"score"`, or `"error"` to score tasks with values by the root mean squared error of the mean.
+        callbacks: Functions of a `Progress`, called after each step and each epoch. A function that returns True ends
+            the training.
+        checkpoint: File that stores the state of the training. It is written after epochs, at the end, and before a
+            Ctrl-C or SIGTERM takes effect. If the file exists, the training resumes from it; on a CPU it ends with the
+            same weights as without interruption.
+        checkpoint_seconds: Minimum seconds between writes after epochs; 30 times as many within an epoch. Slow writes
+            are less frequent, so that they take at most 5 % of the time.
+        checkpoint_of: Name of the training. A checkpoint with another name is refused.
+        seed: Seed of all random numbers of the training; torch's random state is then left unchanged.
+        accelerator: A Hugging Face `Accelerator`, to train in several processes.
+        progress: Show progress on stderr; default: on a terminal, after two seconds.
 
-    >>> from multitudes.ensemble.multitude import Multitude
-    >>> net = Multitude(nn.Linear(2, 2))
-    >>> x = torch.randn(64, 2)
-    >>> history = fit(net, [(x, (x[:, 0] > 0).long())], epochs=30, lr=1.0)
-    >>> len(history), history[-1].loss < 0.3
-    (30, True)
+    Returns:
+        One `Epoch` per epoch, with its mean loss, learning rate, seconds and validation score.
+
+    Raises:
+        ValueError: An argument is invalid, or the checkpoint belongs to another training.
+        FloatingPointError: A loss is NaN or infinite. The message names the step and the first layer with such values.
+
+    Example:
+        >>> from multitudes.ensemble.multitude import Multitude
+        >>> net = Multitude(nn.Linear(2, 2))
+        >>> x = torch.randn(64, 2)
+        >>> history = fit(net, [(x, (x[:, 0] > 0).long())], epochs=30, lr=1.0)
+        >>> len(history), history[-1].loss < 0.3
+        (30, True)
     """
     multitude = multitude_of(net)
     check_count("epochs", epochs)
@@ -138,7 +141,7 @@ def fit(
     criterion_for(multitude.known_task, criterion)  # raises before the first step
     factor = schedule_of(schedule, warmup / epochs)
     chosen = make_optimizer(optimizer, multitude, lr, momentum, weight_decay)
-    objective = Objective(multitude, criterion, size_of(data, multitude, dataset_size))
+    objective = TrainingObjective(multitude, criterion, size_of(data, multitude, dataset_size))
     if channels_last:
         multitude.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     config = TrainConfig(
@@ -150,15 +153,12 @@ def fit(
         return Trainer(objective, chosen, data, epochs, config, kept).run()
 
 
-# -- arguments ---------------------------------------------------------------------------------------------
-
-
 def _validation(batches: Any, patience: int | None, stop_by: str) -> Validation | None:
     check_choice("stop_by", stop_by, STOP_BY)
     if patience is not None:
         check_count("patience", patience)
         if batches is None:
-            raise ValueError(f"patience={patience} needs a score to wait for: pass validation=, batches (x, y)")
+            raise ValueError(f"patience={patience} needs a validation score: pass validation=, batches (x, y)")
     if batches is None:
         return None
     _check_batches(batches, "validation")
@@ -166,9 +166,9 @@ def _validation(batches: Any, patience: int | None, stop_by: str) -> Validation 
 
 
 def _check_batches(data: Any, name: str = "data") -> None:
-    """Raise an error unless `data` is an iterable of batches, not a single batch or single examples."""
+    """Refuse a single batch, and a data set of single examples."""
     if isinstance(data, (Tensor, tuple, Mapping)):
-        raise ValueError(f"{name} must hold batches, got one ({type(data).__name__}): pass a list of them, [(x, y)]")
+        raise ValueError(f"{name} must be a list of batches, got a single {type(data).__name__}: pass [(x, y)]")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise ValueError(f"{name} must come in batches, got a {type(data).__name__}: wrap it in a DataLoader")
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):

@@ -1,8 +1,7 @@
-"""The losses of a training, read without waiting for the device if possible: `Losses`."""
+"""Read losses without waiting for the GPU, where possible."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,13 +10,13 @@ from torch.optim import Optimizer
 
 
 class Loss:
-    """The loss of a step, converted to a number on demand, with the data that it belongs to."""
+    """The loss of a step, converted to a number on demand, with its batch."""
 
-    def __init__(self, value: Tensor, about: Any, step: int) -> None:
-        self.about, self.step = about, step
+    def __init__(self, value: Tensor, batch: Any, step: int) -> None:
+        self.batch, self.step = batch, step
         self._arrived: torch.cuda.Event | None = None
         self._value = value
-        if value.device.type == "cuda":  # asynchronous copy: reading waits for this number only, not for later work
+        if value.device.type == "cuda":  # reading then waits for this copy only, not for later work
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(value.device))
@@ -27,28 +26,23 @@ class Loss:
             self._arrived.synchronize()
         return float(self._value)
 
-    @property
-    def bad(self) -> bool:
-        """True if it is NaN or infinite."""
-        return not math.isfinite(float(self))
 
+class DelayedLosses:
+    """Losses that are not read yet; a bad loss must not change the weights.
 
-class Losses:
-    """Keep a bad loss from changing the weights, and wait for a loss only if there is no other way.
-
-    A fused optimizer on a GPU skips steps itself if `found_inf` is set, so that a loss can be read while the next step
-    runs. Any other optimizer waits for the loss.
+    A fused optimizer on a GPU skips a step if `found_inf` is set, so its losses are read one step later. With other
+    optimizers, each loss is read before its step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.late = can_hold_back(optimizer)
+        self.late = can_skip_steps(optimizer)
         self._unread: list[Loss] = []
         self._bad: Tensor | None = None
 
-    def add(self, value: Tensor, about: Any, step: int) -> Loss:
-        """Add the loss of a step before the optimizer runs; a fused one then skips the step unless it is finite."""
-        loss = Loss(value.detach(), about, step)
+    def add(self, value: Tensor, batch: Any, step: int) -> Loss:
+        """Add the loss of a step, before the optimizer runs; a fused one then skips the step if the loss is bad."""
+        loss = Loss(value.detach(), batch, step)
         self._unread.append(loss)
         if self.late:
             bad = (~value.detach().isfinite()).float()
@@ -57,21 +51,21 @@ class Losses:
         return loss
 
     def take(self, all_of_them: bool = False) -> list[Loss]:
-        """Return the losses not taken yet; leave the last one for the next call if the optimizer is fused."""
+        """Return the losses not returned yet; with a fused optimizer, keep the last one for the next call."""
         count = len(self._unread) - (self.late and not all_of_them)
         taken, self._unread = self._unread[:count], self._unread[count:]
         return taken
 
     def close(self) -> None:
-        """Restore the optimizer."""
+        """Remove `found_inf` from the optimizer."""
         if hasattr(self.optimizer, "found_inf"):
             del self.optimizer.found_inf
 
 
-def can_hold_back(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer skips a step if its `found_inf`, a tensor on its GPU, is 1.
+def can_skip_steps(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer skips steps if its `found_inf`, a tensor on the GPU, is 1.
 
-    >>> can_hold_back(torch.optim.SGD([torch.zeros(1)], fused=True))
+    >>> can_skip_steps(torch.optim.SGD([torch.zeros(1)], fused=True))
     False
     """
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)  # checked by torch's own gradient scaler

@@ -1,4 +1,4 @@
-"""Optimizers by name, and batch sizes: `make_optimizer`, `batch_size_for`."""
+"""Optimizers by name, and default batch sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 
 
 def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether torch has a fused optimizer step, the fastest kind, for these parameters.
+    """Return whether torch's fused optimizers, the fastest ones, support these parameters.
 
     >>> can_fuse(nn.Linear(1, 1).parameters()), can_fuse(nn.Linear(1, 1, dtype=torch.complex64).parameters())
     (True, False)
@@ -29,10 +29,10 @@ def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def make_optimizer(optimizer: Any, net: nn.Module, lr: float | None, momentum: float, weight_decay: float) -> Optimizer:
-    """Return an optimizer of `net` by name, the given one, or one that a given function makes of its parameters."""
+    """Return the optimizer of `net` for `fit(optimizer=optimizer)`."""
     if isinstance(optimizer, Optimizer) or (callable(optimizer) and not isinstance(optimizer, str)):
         if lr is not None:
-            raise ValueError(f"lr={lr!r} is for an optimizer by name; set it in the one that is given")
+            raise ValueError(f"lr={lr!r} applies to an optimizer by name only: set the rate in your optimizer")
         return optimizer if isinstance(optimizer, Optimizer) else optimizer(net.parameters())
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a torch optimizer, got {optimizer!r}")
@@ -40,19 +40,19 @@ def make_optimizer(optimizer: Any, net: nn.Module, lr: float | None, momentum: f
     check_number("lr", rate, 0, above=True)
     learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if not learning:
-        raise ValueError("net must have parameters that learn, got none")
-    fused = can_fuse(learning) or None  # False would also disable torch's foreach implementation
+        raise ValueError("net must have parameters with requires_grad, got none")
+    fused = can_fuse(learning) or None  # not False: that disables the foreach implementation too
     return OPTIMIZERS[optimizer](learning, rate, momentum, weight_decay=weight_decay, fused=fused)
 
 
 # -- batches -----------------------------------------------------------------------------------------------
 
 SMALLEST, LARGEST, STEPS = 32, 1024, 128
-"""The smallest and the largest batch, and the number of batches per epoch in between."""
+"""Minimum and maximum batch size, and batches per epoch in between."""
 
 
 def batch_size_for(rows: int) -> int:
-    """Return the batch size for this many training rows: the power of two nearest to a 128th, from 32 to 1024.
+    """Return a batch size for this many training rows: the power of two nearest to a 128th, in 32 to 1024.
 
     >>> [batch_size_for(rows) for rows in (100, 1000, 10_000, 1_000_000)]
     [32, 32, 64, 1024]

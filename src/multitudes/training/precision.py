@@ -1,4 +1,4 @@
-"""Precisions to train in, with a check that this machine supports them: `check_precision`."""
+"""Precisions to train in, and a check that the machine supports them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from multitudes.base.checks import check_choice
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
-"""Names of precisions, and the dtype of automatic mixed precision."""
+"""Precisions, and the dtype of automatic mixed precision."""
 
 AUTO = "auto"
-"""The name of the fastest precision on the device: bfloat16 on a GPU that supports it, otherwise float32."""
+"""bfloat16 on a GPU that supports it, otherwise float32."""
 
 _TRIAL = """
 import torch
@@ -23,14 +23,14 @@ with torch.autocast("cpu", torch.bfloat16):
     torch.nn.Linear(256, 256)(torch.randn(64, 256)).sum().backward()
 """
 _TRIED = "MULTITUDES_BFLOAT16_TRIED"
-"""Set in the environment after a successful trial, so that child processes do not repeat it."""
+"""Environment variable that keeps child processes from repeating a successful trial."""
 
 
 def check_precision(precision: str, device: torch.device | str) -> None:
-    """Raise an error if `precision` is unknown, or if computing in it on this device would kill the process.
+    """Raise an error if `precision` is unknown, or if it would crash the process on this device.
 
-    Some CPUs claim to multiply bfloat16 matrices but die of an illegal instruction (virtual machines that pass on AMX's
-    flags but not AMX). So one small convolution runs in a child process first.
+    Some virtual machines report AMX but crash on bfloat16 matrix products with an illegal instruction. So a small
+    convolution runs in a child process first.
     """
     check_choice("precision", precision, (AUTO, *PRECISIONS))
     if precision != "bfloat16" or torch.device(device).type != "cpu" or _TRIED in os.environ:
@@ -39,14 +39,14 @@ def check_precision(precision: str, device: torch.device | str) -> None:
     if trial.returncode:
         reason = f"signal {-trial.returncode}" if trial.returncode < 0 else trial.stderr.strip().splitlines()[-1:]
         raise ValueError(
-            f"precision='bfloat16' cannot be computed on this CPU: a small convolution ended with {reason}; train in "
-            "'float32', or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, which avoids AMX"
+            f"precision='bfloat16' does not work on this CPU: a small convolution failed with {reason}; use 'float32', "
+            "or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, which avoids AMX"
         )
     os.environ[_TRIED] = "1"
 
 
 def precision_dtype(precision: str, device: torch.device | str) -> torch.dtype | None:
-    """Return the dtype of automatic mixed precision by name, on a device that supports it; None for float32.
+    """Return the dtype of automatic mixed precision on a device; None for float32.
 
     >>> precision_dtype("auto", "cpu"), precision_dtype("bfloat16", "cuda")
     (None, torch.bfloat16)

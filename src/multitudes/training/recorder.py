@@ -1,11 +1,6 @@
-"""A network on its way through training: its last checkpoints, and the moments of all of them.
+"""`Recorder`: the last checkpoints of a training, and the mean and variance of all of them.
 
-recorder = Recorder(model, keep=10)
-for epoch in range(40):
-    ...                                   # train
-    if epoch >= 30:
-        recorder.step()
-net = mt.swag(model, recorder)
+Also `Trajectory`, the checkpoints that methods take, and weights as one vector.
 """
 
 from __future__ import annotations
@@ -26,14 +21,14 @@ from multitudes.base.checks import check_count, needed
 from multitudes.base.sealed_files import DamagedError
 
 State = dict[str, Tensor]
-"""A network's parameters and buffers by name, as in its state dict."""
+"""Parameters and buffers by name, as in a state dict."""
 
 
 @dataclass
 class Moments:
-    """The running mean and variance of the floating-point and complex tensors of states, by Welford's updates.
+    """Running mean and variance of the floating-point and complex tensors of states, by Welford's updates.
 
-    A complex tensor counts as two real ones.
+    Complex numbers are treated as pairs of real numbers.
 
     >>> moments = Moments()
     >>> for weight in (1.0, 2.0, 3.0):
@@ -59,57 +54,67 @@ class Moments:
                 self.mean[name], self.squares[name] = value.clone(), torch.zeros_like(value)
                 continue
             value, mean, squares = map(_as_real, (value, self.mean[name], self.squares[name]))
-            # Equal infinities, as in masks, do not differ.
+            # Equal infinities, as in masks, have no difference.
             delta = torch.where(value == mean, 0.0, value - mean)
             mean += delta / self.count
             squares += delta.square() * ((self.count - 1) / self.count)
 
     @property
     def variance(self) -> State:
-        """Return the mean of the squares minus the square of the mean, by name."""
+        """The variance by name."""
         return {name: squares / self.count for name, squares in self.squares.items()}
 
     @property
     def second_moment(self) -> State:
-        """Return the mean of the squares, by name."""
+        """The mean of the squares by name."""
         variance, mean = self.variance, self.mean
         squares = {name: _as_real(variance[name]) + _as_real(mean[name]).square() for name in mean}
         return {name: _as_like(square, mean[name]) for name, square in squares.items()}
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is averaged: floating-point or complex, and not sparse (sparse ones are fixed graphs)."""
+    """Return whether a tensor is averaged: floating-point or complex, and not sparse."""
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout == torch.strided
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as pairs of real numbers, `[..., 2]`; return others unchanged."""
+    """View a complex tensor as pairs of real numbers, `[..., 2]`; return other tensors unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _as_like(real: Tensor, tensor: Tensor) -> Tensor:
-    """Return real numbers in the shape and dtype of a tensor, which may be complex."""
+    """Convert real numbers to the shape and dtype of a tensor; inverse of `_as_real`."""
     if not tensor.is_complex():
         return real.view(tensor.shape).to(tensor.dtype)
     return torch.view_as_complex(real.reshape(*tensor.shape, 2).clone()).to(tensor.dtype)  # clone: aligned to pairs
 
 
 class Recorder:
-    """The last `keep` checkpoints of a network, and the moments of all that were recorded.
+    """Record checkpoints of a network: the last `keep` of them, and the moments of all.
 
-    Call `step()` once per epoch, or once per training step: every `every`-th call records. `record()` records at once.
-    Iterating yields state dicts, the oldest first. They are kept in memory, on the CPU, or as safetensors files in a
-    `folder`; `resume=True` continues a recording in the folder. Integer tensors are kept as they are; floating-point
-    and complex ones also count in `mean`, `variance` and `second_moment`. Files contain a checksum, and the name `of`
-    what is recorded; damaged files, and files with another name, are refused.
+    Call `step()` after each epoch or training step, or `record()` to record at once. Iterate over the recorder for
+    state dicts, the oldest first. `mean`, `variance` and `second_moment` cover the floating-point and complex tensors
+    of all recorded checkpoints. Methods such as `swa`, `swag` and `snapshots` take a recorder.
 
-    >>> net = nn.Linear(1, 1)
-    >>> recorder = Recorder(net, keep=2)
-    >>> for weight in (1.0, 2.0, 3.0):
-    ...     _ = nn.init.constant_(net.weight, weight)
-    ...     recorder.step()
-    >>> [state["weight"].item() for state in recorder], recorder.count, recorder.mean["weight"].item()
-    ([2.0, 3.0], 3, 2.0)
+    Args:
+        net: The network to record.
+        keep: Number of checkpoints to keep.
+        every: Record on every `every`-th call of `step`.
+        folder: Folder for safetensors files with checksums; default: keep checkpoints in memory, on the CPU.
+        resume: Continue the recording in the folder.
+        of: Name of the recording. Files with another name are refused.
+
+    Raises:
+        ValueError: The folder already holds a recording, or its files are damaged or do not fit the network.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> recorder = Recorder(net, keep=2)
+        >>> for weight in (1.0, 2.0, 3.0):
+        ...     _ = nn.init.constant_(net.weight, weight)
+        ...     recorder.step()
+        >>> [state["weight"].item() for state in recorder], recorder.count, recorder.mean["weight"].item()
+        ([2.0, 3.0], 3, 2.0)
     """
 
     def __init__(
@@ -126,30 +131,30 @@ class Recorder:
         check_count("keep", keep)
         check_count("every", every)
         if resume and folder is None:
-            raise ValueError("resume=True needs the folder of a recording")
+            raise ValueError("resume=True needs folder=, the folder of a recording")
         self.net, self.keep, self.every = net, keep, every
         self.before = Moments()
-        """The moments of the checkpoints that are no longer kept."""
+        """Moments of the checkpoints that are no longer kept."""
         self._steps = 0
         self._kept: deque[State | Path] = deque()
         self._disk = None if folder is None else _Disk(Path(folder), of)
         if self._disk is not None:
-            self._take_up(self._disk, resume)
+            self._continue_recording(self._disk, resume)
 
     def step(self) -> None:
-        """Count one more epoch, or training step; record every `every`-th."""
+        """Count an epoch or training step; record every `every`-th."""
         self._steps += 1
         if self._steps % self.every == 0:
             self.record()
 
     def record(self) -> None:
         """Record the network now."""
-        state = _recorded(self.net)
+        state = _snapshot(self.net)
         number = self.count + 1
         self._kept.append(state if self._disk is None else self._disk.write(number, state))
         dropped = self._kept.popleft() if len(self._kept) > self.keep else None
         if dropped is not None:
-            self.before.add(_loaded(dropped))
+            self.before.add(_read_state(dropped))
         if self._disk is not None:
             self._disk.write_moments(self.before)
         if isinstance(dropped, Path):
@@ -159,73 +164,73 @@ class Recorder:
         return len(self._kept)
 
     def __bool__(self) -> bool:
-        """Return True: `if recorder: recorder.record()` tests whether there is one, not whether it is empty."""
+        """Return True, also without checkpoints, so that `if recorder:` tests for None."""
         return True
 
     def __iter__(self) -> Iterator[State]:
-        return map(_loaded, list(self._kept))
+        return map(_read_state, list(self._kept))
 
     def __getitem__(self, index: int) -> State:
-        return _loaded(self._kept[index])
+        return _read_state(self._kept[index])
 
     @property
     def count(self) -> int:
-        """The number of recorded checkpoints, kept or not."""
+        """Number of recorded checkpoints, including those no longer kept."""
         return self.before.count + len(self._kept)
 
     @property
     def moments(self) -> Moments:
-        """The moments of everything recorded."""
+        """Moments of all recorded checkpoints."""
         if not self.count:
             raise ValueError("nothing has been recorded yet")
         return Trajectory(list(self), self.before).moments()
 
     @property
     def mean(self) -> State:
-        """The average of everything recorded."""
+        """Mean of all recorded checkpoints, by name."""
         return self.moments.mean
 
     @property
     def variance(self) -> State:
-        """The variance of everything recorded."""
+        """Variance of all recorded checkpoints, by name."""
         return self.moments.variance
 
     @property
     def second_moment(self) -> State:
-        """The mean square of everything recorded."""
+        """Mean square of all recorded checkpoints, by name."""
         return self.moments.second_moment
 
-    def _take_up(self, disk: _Disk, resume: bool) -> None:
+    def _continue_recording(self, disk: _Disk, resume: bool) -> None:
         found = disk.checkpoints()
         if not resume and found:
             raise ValueError(
-                f"folder {str(disk.folder)!r} holds a recording already: pass resume=True to go on with it, "
-                "or choose another"
+                f"folder {str(disk.folder)!r} already holds a recording: pass resume=True to continue it, or choose "
+                "another folder"
             )
         if resume:
             self.before = disk.read_moments()
-            # After an interruption, a checkpoint may be in the moments, but not removed yet.
+            # After an interruption, a checkpoint may be in the moments but not deleted yet.
             kept = {number: path for number, path in found.items() if number > self.before.count}
             disk.check(kept, self.before.count)
             self._kept.extend(kept.values())
             if self._kept:
                 check_fits(self.net.state_dict(), self[-1], f"folder {str(disk.folder)!r}")
         while len(self._kept) > self.keep:
-            self.before.add(_loaded(self._kept.popleft()))
+            self.before.add(_read_state(self._kept.popleft()))
 
 
-def _recorded(net: nn.Module) -> State:
+def _snapshot(net: nn.Module) -> State:
     """Copy a network's tensors to the CPU."""
     for name, parameter in net.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run the network once before recording it")
+            raise ValueError(f"parameter {name!r} has no shape yet: run the network once before recording")
         if not bool(parameter.isfinite().all()):
             raise ValueError(f"parameter {name!r} holds NaN or infinite values, so nothing was recorded")
     tensors = tensors_of(net.state_dict())
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def _loaded(kept: State | Path) -> State:
+def _read_state(kept: State | Path) -> State:
     return read_tensors(kept, ENTRY, FOLDER)[0] if isinstance(kept, Path) else kept
 
 
@@ -233,7 +238,7 @@ ENTRY, FOLDER = "recording", "recording in a folder"
 
 
 class _Disk:
-    """A folder of checkpoints, in which each file is whole after any interruption."""
+    """A folder of checkpoint files, written atomically."""
 
     def __init__(self, folder: Path, of: str) -> None:
         needed("safetensors.torch", "safetensors", FOLDER)
@@ -241,13 +246,13 @@ class _Disk:
         folder.mkdir(parents=True, exist_ok=True)
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the existing checkpoints, by number."""
+        """Return the existing files by number."""
         paths = sorted(self.folder.glob("checkpoint-*.safetensors"))
         numbers = {path.stem.removeprefix("checkpoint-"): path for path in paths}
         return {int(number): path for number, path in numbers.items() if number.isdecimal()}
 
     def check(self, kept: Mapping[int, Path], before: int) -> None:
-        """Check that checkpoints are whole, of this recording, and complete after the first `before`."""
+        """Check that no file after number `before` is missing, damaged or of another recording."""
         for expected, (number, path) in enumerate(kept.items(), before + 1):
             if number != expected:
                 raise DamagedError(path.with_name(_name(expected)), "it is missing")
@@ -273,7 +278,7 @@ class _Disk:
     def _read(self, path: Path, number: int | None = None) -> tuple[State, dict[str, Any]]:
         state, about = read_tensors(path, ENTRY, FOLDER)
         if about.get("of") != self.of or number not in (None, about.get("number")):
-            raise DamagedError(path, "it is of another recording")
+            raise DamagedError(path, "it belongs to another recording")
         return state, about
 
 
@@ -286,14 +291,14 @@ def _name(number: int) -> str:
 
 @dataclass
 class Trajectory:
-    """Checkpoints that fit a network, and the moments of those before them."""
+    """Checkpoints that fit a network, and the moments of earlier ones."""
 
     states: list[State]
     before: Moments = field(default_factory=Moments)
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, network: nn.Module, least: int = 1) -> Trajectory:
-        """Read `checkpoints` of `network`, `least` of them at least."""
+        """Read and check at least `least` checkpoints of a network."""
         before = checkpoints.before if isinstance(checkpoints, (Trajectory, Recorder)) else Moments()
         given = checkpoints.states if isinstance(checkpoints, Trajectory) else checkpoints
         if isinstance(given, Mapping | nn.Module) or not isinstance(given, Iterable):
@@ -301,10 +306,10 @@ class Trajectory:
         states = list(given)
         if len(states) < least:
             raise ValueError(f"checkpoints must be {least} or more, got {len(states)}")
-        return cls([fitting(state, network, f"checkpoints[{at}]") for at, state in enumerate(states)], before)
+        return cls([checked_state(state, network, f"checkpoints[{at}]") for at, state in enumerate(states)], before)
 
     def of_member(self, index: int) -> Trajectory:
-        """Return the trajectory of one member of `Members`, by the member's own names."""
+        """Return the trajectory of one member of `Members`, without the member's name prefix."""
         prefix = f"{index}."
 
         def alone(state: State) -> State:
@@ -314,23 +319,23 @@ class Trajectory:
         return Trajectory([alone(state) for state in self.states], before)
 
     def along(self) -> Iterator[tuple[State, Moments]]:
-        """Yield each checkpoint, with the moments of all up to it."""
+        """Yield each checkpoint with the moments of all checkpoints up to it."""
         moments = copy.deepcopy(self.before)
         for state in self.states:
             moments.add(state)
             yield state, moments
 
     def moments(self) -> Moments:
-        """Return the moments of all checkpoints, and of those before them."""
+        """Return the moments of all checkpoints, including the earlier ones."""
         return [moments for _, moments in self.along()][-1]
 
 
 Checkpoints = Recorder | Trajectory | Iterable[Mapping[str, Tensor]]
-"""A recorder, or state dicts, the oldest first."""
+"""A recorder, or state dicts with the oldest first."""
 
 
-def fitting(state: Any, network: nn.Module, what: str, kinds: str = "a state dict") -> State:
-    """Return the tensors of a state dict after checking that they fit and are finite; errors call it `what`."""
+def checked_state(state: Any, network: nn.Module, what: str, kinds: str = "a state dict") -> State:
+    """Return the tensors of a state dict, named `what` in errors, if they fit the network and are finite."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{what} must be {kinds}, got {type(state).__name__}")
     tensors = tensors_of(state)
@@ -342,20 +347,19 @@ def fitting(state: Any, network: nn.Module, what: str, kinds: str = "a state dic
 
 
 def tensors_of(state: Mapping[str, Any]) -> State:
-    """Return the tensors of a state dict; anything else in it is a setting, not a weight."""
+    """Return the tensors of a state dict, without other entries."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) -> None:
-    """Check that a checkpoint has the tensors of a network's state dict, with their shapes."""
+    """Check that a checkpoint has the names and shapes of a network's state dict."""
     shapes = {name: value.shape for name, value in tensors_of(want).items()}
     for name in [*sorted(shapes.keys() - got.keys()), *sorted(got.keys() - shapes.keys())]:
-        holds = "lacks" if name in shapes else "holds"
-        raise ValueError(f"{what} does not fit the model: it {holds} {name!r}")
+        raise ValueError(f"{what} does not fit the model: {name!r} is {'missing' if name in shapes else 'unexpected'}")
     for name, shape in shapes.items():
         if got[name].shape != shape:
             raise ValueError(
-                f"{what} does not fit the model: {name!r} has shape {list(got[name].shape)} against {list(shape)}"
+                f"{what} does not fit the model: {name!r} has shape {list(got[name].shape)}, not {list(shape)}"
             )
 
 
@@ -363,35 +367,35 @@ def check_fits(want: Mapping[str, Any], got: Mapping[str, Tensor], what: str) ->
 
 
 def weights_of(network: nn.Module) -> State:
-    """Return the floating-point parameters by name, shared ones once; complex ones as pairs of real numbers."""
+    """Return the floating-point parameters by name; complex ones as pairs of real numbers."""
     return {name: _as_real(parameter) for name, parameter in network.named_parameters() if _is_weight(parameter)}
 
 
 def flat_weights(network: nn.Module) -> Tensor:
-    """Return the floating-point parameters in one vector, `[P]`."""
+    """Return the floating-point parameters as one vector `[P]`."""
     return torch.cat([weight.flatten() for weight in weights_of(network).values()])
 
 
 def flat_state(state: State, network: nn.Module) -> Tensor:
-    """Return a checkpoint's weights `[P]`, in the order of the network's own, on the CPU and in float32 or better."""
+    """Return a checkpoint's weights as one vector `[P]`, on the CPU and in float32 or better."""
     parts = [_as_real(state[name].detach()).flatten().cpu() for name in weights_of(network)]
     return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
 
 
 def unflattened(vector: Tensor, network: nn.Module) -> State:
-    """Return the weights in `vector [P]` by name, in the shapes and dtypes of the network's own."""
+    """Split `vector [P]` into weights by name, with the network's shapes and dtypes."""
     weights, own = weights_of(network), dict(network.named_parameters())
     parts = vector.split([weight.numel() for weight in weights.values()])
     return {name: _as_like(part, own[name]) for name, part in zip(weights, parts, strict=True)}
 
 
 def principal_directions(states: list[State], network: nn.Module, rank: int) -> Tensor:
-    """Return the `rank` orthonormal directions in which the states differ most, `[rank, P]`."""
+    """Return the `rank` orthonormal directions of largest variance of the states, `[rank, P]`."""
     if rank >= len(states):
         raise ValueError(f"{rank=} needs {rank + 1} checkpoints or more, got {len(states)}")
     rows = torch.stack([flat_state(state, network) for state in states])
     _, lengths, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
     span = int((lengths > lengths[0] * len(states) * torch.finfo(rows.dtype).eps).sum())
     if rank > span:
-        raise ValueError(f"{rank=}, but the checkpoints differ in {span} directions only")
+        raise ValueError(f"{rank=} is too large: the checkpoints span {span} directions only")
     return directions[:rank]

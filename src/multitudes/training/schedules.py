@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: factors of the optimizer's own rate, by the share of the training done."""
+"""Learning-rate schedules: factors of the optimizer's rate, by the share of the training that is done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from multitudes.base.checks import check_choice, check_count, check_number
 
 Schedule = Callable[[float], float]
-"""A function from the share of the training that is done, in [0, 1), to the factor of the learning rate."""
+"""Function from the share of the training that is done, in [0, 1), to a factor of the learning rate."""
 
 
 def constant() -> Schedule:
@@ -60,9 +60,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule_of(schedule: str | Mapping[str, Any] | Schedule, warmup: float = 0.0) -> Schedule:
-    """Return a schedule by name, by name and settings (`{"name": "cyclic", "cycles": 4}`), or a function unchanged.
+    """Return a schedule by name, by a mapping (`{"name": "cyclic", "cycles": 4}`), or from a function.
 
-    During `warmup`, a share of the training, the rate rises linearly to the schedule's own.
+    During the first share `warmup` of the training, the rate rises linearly to that of the schedule.
 
     >>> schedule = schedule_of("constant", warmup=0.5)
     >>> [schedule(done) for done in (0.0, 0.25, 0.5)]
@@ -77,9 +77,9 @@ def schedule_of(schedule: str | Mapping[str, Any] | Schedule, warmup: float = 0.
         try:
             after = SCHEDULES[name](**settings)
         except TypeError as error:
-            raise ValueError(f"schedule {name!r} has no such setting: {error}") from error
+            raise ValueError(f"schedule {name!r} does not accept these settings: {error}") from error
     elif callable(schedule):
         after = schedule
     else:
-        raise ValueError(f"schedule must be a name, a table or a function, got {schedule!r}")
+        raise ValueError(f"schedule must be a name, a mapping or a function, got {schedule!r}")
     return lambda done: after(done) * min(1.0, done / warmup if warmup else 1.0)

@@ -1,4 +1,4 @@
-"""The loop of `fit`: `Trainer`, and its reports."""
+"""`Trainer`: the loop of `fit`, and what it reports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from multitudes.networks.calls import Input, moved, split_batch, tensors_in, wei
 from multitudes.networks.devices import device_in
 from multitudes.networks.settings import holding
 from multitudes.networks.trace import hooked
-from multitudes.training.checkpoint import Checkpoint, TrainingState, random_state, set_random_state
+from multitudes.training.checkpoint import Checkpoint, DeferredSignals, TrainingState, random_state, set_random_state
 from multitudes.training.class_weights import ClassWeights
-from multitudes.training.interruption import HeldSignals
-from multitudes.training.late_losses import Loss, Losses
-from multitudes.training.objective import Objective, batches_from
+from multitudes.training.late_losses import DelayedLosses, Loss
+from multitudes.training.objective import TrainingObjective, batches_from
 from multitudes.training.schedules import Schedule
 from multitudes.training.validation import Validation, copied_tensors, restore
 from multitudes.training.weight_average import MovingAverage
@@ -34,36 +33,36 @@ from multitudes.training.weight_average import MovingAverage
 
 @dataclass(frozen=True)
 class Epoch:
-    """Results of an epoch, counted from 1: the mean loss of its batches, the learning rate of its last step."""
+    """Results of an epoch (counted from 1): mean loss of its batches, learning rate of its last step."""
 
     epoch: int
     loss: float
     lr: float
     seconds: float
     validation: float | None = None
-    """The score on the validation data after it, lower is better, if there are any."""
+    """The validation score after the epoch, lower is better; None without validation data."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a training, passed to callbacks after each step; a callback that returns True ends the training."""
+    """Progress of a training, passed to callbacks after each step and each epoch."""
 
     net: nn.Module
     epoch: int
     epochs: int
     batch: int
-    """The number of finished batches of the epoch, out of `batches` if that is known."""
+    """Number of finished batches of the epoch, out of `batches` (None if unknown)."""
     batches: int | None
     step: int
     last: Loss | float
     lr: float
     epoch_ended: bool
     validation: float | None = None
-    """The score on the validation data, if there are any and the epoch has ended."""
+    """The validation score, if the epoch has ended and there are validation data."""
 
     @property
     def loss(self) -> float:
-        """The loss of the last batch, or the mean of a finished epoch. Reading it may wait for a GPU."""
+        """Loss of the last batch, or mean loss of a finished epoch. Reading it may wait for a GPU."""
         return float(self.last)
 
 
@@ -72,7 +71,7 @@ Callback = Callable[[Progress], bool | None]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training, checked."""
+    """Checked settings of a training."""
 
     schedule: Schedule
     dtype: torch.dtype | None
@@ -88,11 +87,11 @@ class TrainConfig:
 
 
 class Trainer:
-    """The loop of `fit`: one step after the other, from the start or from a checkpoint."""
+    """The training loop, from the start or from a checkpoint."""
 
     def __init__(
         self,
-        objective: Objective,
+        objective: TrainingObjective,
         optimizer: Optimizer,
         data: Iterable[Any],
         epochs: int,
@@ -107,7 +106,7 @@ class Trainer:
         self.device = device_in(self.net)
 
     def run(self) -> list[Epoch]:
-        """Train to the end; if validated, the network then has the weights of its best epoch."""
+        """Train to the end; with validation, restore the weights of the best epoch."""
         if self.checkpoint is not None:
             self.checkpoint.load(self.state, self.net, self.optimizer, self._settings())
         if self.config.compile:
@@ -120,13 +119,15 @@ class Trainer:
         self.average = None if rate is None else MovingAverage(self.net, rate, self.state.average)
         if self.config.validation is not None:
             self.config.validation.check(self.net, self._on_device)
-        self.losses = Losses(self.optimizer)
+        self.losses = DelayedLosses(self.optimizer)
         bar = ProgressBar(self.epochs * (self.state.batches or 0), self.config.progress, "steps")
+        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
+        deferred = DeferredSignals() if self.checkpoint is not None and alone else nullcontext()
         try:
-            with self._held() as self.held:
+            with deferred as self.signals:
                 while self.state.epoch < self.epochs and not self.state.stopped:
                     self._epoch(bar)
-                self._look(all_of_them=True)
+                self._read_losses(all_of_them=True)
                 self._save()
                 if self.average is not None:
                     self.average.apply()
@@ -135,11 +136,6 @@ class Trainer:
             bar.clear()
             self.losses.close()
         return [Epoch(**epoch) for epoch in self.state.history]
-
-    def _held(self) -> AbstractContextManager[HeldSignals | None]:
-        """Hold back signals until a step ends, if there is a checkpoint and a single process."""
-        alone = self.config.accelerator is None or self.config.accelerator.num_processes == 1
-        return HeldSignals() if self.checkpoint is not None and alone else nullcontext()
 
     def _epoch(self, bar: ProgressBar) -> None:
         state = self.state
@@ -150,60 +146,62 @@ class Trainer:
             state.seconds = time.monotonic() - start
             bar.update(state.step)
             self._call_back(loss)
-            self._keep()
+            self._save_if_due()
             if state.stopped:
                 return
         if state.batch == 0:
             raise ValueError(f"data must hold at least one batch in every epoch, got none in epoch {state.epoch + 1}")
         self.state.batches = state.batch
-        self._look(all_of_them=True)
+        self._read_losses(all_of_them=True)
         score = self._validate()
         mean, rate = state.total / state.batch, self.optimizer.param_groups[0]["lr"]
         state.seconds = time.monotonic() - start
         state.history.append(asdict(Epoch(state.epoch + 1, mean, rate, state.seconds, score)))
         self._call_back(mean, epoch_ended=True, validation=score)
         state.epoch, state.batch, state.total, state.seconds = state.epoch + 1, 0, 0.0, 0.0
-        self._keep(epoch_ended=True)
+        self._save_if_due(epoch_ended=True)
 
     def _validate(self) -> float | None:
-        """Score the network after an epoch, and copy its weights if they are the best so far."""
+        """Score the network after an epoch; copy its weights if they are the best so far."""
         validation, state = self.config.validation, self.state
         if validation is None:
             return None
         while (score := self._score(validation)) is None:
-            self._keep()  # saves the epoch's last step; resuming computes the score again
+            self._save_if_due()  # scoring was interrupted: save the last step, and score again on resume
         accelerator = self.config.accelerator
-        if accelerator is not None and accelerator.num_processes > 1:  # buffers may differ; the first decides
+        if (
+            accelerator is not None and accelerator.num_processes > 1
+        ):  # buffers may differ, so the first process decides
             score = float(accelerator.gather(torch.tensor([score], dtype=torch.float64, device=self.device))[0])
         state.since_best += 1
         if not math.isnan(score) and (state.best_score is None or score < state.best_score):
-            with nullcontext() if self.average is None else self.average.used():
+            with nullcontext() if self.average is None else self.average.swapped_in():
                 state.best_score, state.since_best, state.best = score, 0, copied_tensors(self.net)
         if validation.patience is not None and state.since_best >= validation.patience:
             state.stopped = True
         return score
 
     def _score(self, validation: Validation) -> float | None:
-        with nullcontext() if self.average is None else self.average.used():
-            return validation.score(self.net, self._on_device, self._asked_to_end)
+        with nullcontext() if self.average is None else self.average.swapped_in():
+            return validation.score(self.net, self._on_device, self._signal_pending)
 
-    def _asked_to_end(self) -> bool:
-        return self.held is not None and self.held.pending
+    def _signal_pending(self) -> bool:
+        return self.signals is not None and self.signals.pending
 
-    def _keep(self, epoch_ended: bool = False) -> None:
-        """Save the training if that is due or the process is asked to end; deliver the signal afterwards."""
-        held = self.held if self._asked_to_end() else None
-        if held or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
-            self._look(all_of_them=True)
+    def _save_if_due(self, epoch_ended: bool = False) -> None:
+        """Save the training if a checkpoint is due or a signal is pending; then deliver the signal."""
+        signals = self.signals if self._signal_pending() else None
+        if signals or (self.checkpoint is not None and self.checkpoint.due(epoch_ended)):
+            self._read_losses(all_of_them=True)
             self._save()
-        if held:
-            held.deliver()
+        if signals:
+            signals.deliver()
 
     def _batches(self) -> Iterator[tuple[Input, Tensor, Tensor | None]]:
         """Iterate the rest of the current epoch, on the network's device."""
         state, done = self.state, self.state.batch
         now = random_state(self.device)
-        if done:  # the epoch's first random state determines the order of batches
+        if done:  # it determines the order of batches
             set_random_state(state.epoch_random, self.device)
         else:
             state.epoch_random = now
@@ -214,7 +212,7 @@ class Trainer:
             yield self._on_device(batch, f"batch {number} of data")
 
     def _on_device(self, batch: Any, what: str) -> tuple[Input, Tensor, Tensor | None]:
-        """Return input, targets and weights of a batch, which errors call `what`."""
+        """Return input, targets and weights of a batch, named `what` in errors."""
         x, y = split_batch(batch)
         if y is None:
             raise ValueError(f"{what} must have targets, (x, y), got an input alone")
@@ -234,11 +232,11 @@ class Trainer:
         if self.config.class_weights is not None:
             self.config.class_weights.check(self.net, x)
         if self.config.compile and self.state.step == 0:
-            self.net._prepare(x)  # cannot run during compilation
+            self.net._prepare(x)  # not possible during compilation
         with self._autocast():
             loss = self.wrapped(x, y, weight)
         kept = self.losses.add(loss, (x, y, weight), self.state.step + 1)
-        self._look()
+        self._read_losses()
         self.optimizer.zero_grad(set_to_none=True)
         if self.config.accelerator is None:
             loss.backward()
@@ -251,10 +249,10 @@ class Trainer:
             self.average.update(self.state.step + 1)
         return kept
 
-    def _look(self, all_of_them: bool = False) -> None:
-        """Read the losses that have arrived; a bad one ends the training."""
+    def _read_losses(self, all_of_them: bool = False) -> None:
+        """Add up the losses that are available; raise an error for a bad one."""
         for loss in self.losses.take(all_of_them):
-            if loss.bad:
+            if not math.isfinite(float(loss)):
                 raise FloatingPointError(self._diagnosis(loss))
             self.state.total += float(loss)
 
@@ -264,12 +262,12 @@ class Trainer:
     def _diagnosis(self, loss: Loss) -> str:
         def again() -> None:
             with self._autocast():
-                self.objective.loss(*loss.about)
+                self.objective.loss(*loss.batch)
 
-        place = first_bad_layer(self.net, loss.about[0], again)
+        place = first_bad_layer(self.net, loss.batch[0], again)
         return (
             f"the loss is {float(loss)} at step {loss.step} (epoch {self.state.epoch + 1}) of training a "
-            f"{type(self.net).__name__}: {place}; a lower lr or clip= may help"
+            f"{type(self.net).__name__}: {place}; try a lower lr, or clip="
         )
 
     def _call_back(self, loss: Loss | float, epoch_ended: bool = False, validation: float | None = None) -> None:
@@ -288,7 +286,7 @@ class Trainer:
             self.checkpoint.save(self.state, self.net, self.optimizer, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that must equal those of a checkpoint to resume from it."""
+        """Return the settings that must match a checkpoint to resume from it."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # unwrap Accelerate's
         validation = self.config.validation
         return {
@@ -301,22 +299,22 @@ class Trainer:
         }
 
     def _distribute(self, accelerator: Any) -> None:
-        """Wrap the objective to synchronise gradients, and give each process its share of the batches."""
+        """Wrap the objective to synchronize gradients, and distribute the batches over processes."""
         self.device = accelerator.device
         self.wrapped, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
         if isinstance(self.data, DataLoader):
             self.data = accelerator.prepare(self.data)
         else:
-            self.data = _Share(self.data, accelerator.process_index, accelerator.num_processes)
+            self.data = _ProcessBatches(self.data, accelerator.process_index, accelerator.num_processes)
         self.state.batches = operator.length_hint(self.data) or self.state.batches
 
 
-class _Share:
-    """Every n-th batch, with equal numbers for all processes."""
+class _ProcessBatches:
+    """Every n-th batch; all processes get equally many."""
 
     def __init__(self, data: Iterable[Any], index: int, processes: int) -> None:
         self.data, self.index, self.processes = data, index, processes
-        if hasattr(data, "start"):  # data that can start at any batch of any epoch
+        if hasattr(data, "start"):  # the data can start at any batch of any epoch
             self.start = lambda epoch, batch: data.start(epoch, batch * processes)
 
     def __length_hint__(self) -> int:
@@ -333,7 +331,7 @@ class _Share:
 
 @torch.no_grad()
 def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str:
-    """Name the input, weight or layer output that first holds NaN or infinity when `compute` runs `net` on `x`."""
+    """Describe the first NaN or infinity, in the input, the weights or a layer's output, when `compute` runs `net`."""
     if any(_bad(tensor) for tensor in tensors_in(x)):
         return "the input holds NaN or infinite values"
     for name, parameter in net.named_parameters():
@@ -343,13 +341,13 @@ def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str
 
     def look(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         if not found and isinstance(output, Tensor) and _bad(output):
-            found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first to hold such values")
+            found.append(f"the output of layer {name!r} ({type(layer).__name__}) is the first with such values")
 
     layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
     members = [net] if isinstance(net, Members) else []
-    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need layers that run one by one
+    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need the loop runner
         compute()
-    return found[0] if found else "every layer's output is finite when it runs again, so the loss itself overflows"
+    return found[0] if found else "every layer's output is finite in a second run, so the loss itself overflows"
 
 
 def _bad(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Validation: the score of the joint prediction on held-out data, and the best weights."""
+"""Validation: score the joint prediction on held-out data, and restore the best weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from multitudes.training.objective import batches_from
 from multitudes.training.recorder import tensors_of
 
 STOP_BY = ("score", "error")
-"""Scores to validate by: the score of the network's task, or the error of its mean prediction."""
+"""The score of the network's task, or the error of its mean prediction."""
 
 Prepare = Callable[[Any, str], tuple[Input, Tensor, Tensor | None]]
-"""`(batch, its name for errors) -> (x, y, weight)`, on the network's device."""
+"""`(batch, name in errors) -> (x, y, weight)`, on the network's device."""
 
 
-def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> tuple[Tensor, Tensor]:
-    """Return the score of each target, lower is better, and its weight, in the same shape; 0 for ignored targets.
+def validation_scores(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> tuple[Tensor, Tensor]:
+    """Return a score (lower is better) and a weight per target; both are 0 for ignored targets.
 
-    By task: the negative log of the members' mean probability of the class, or of yes or no; the negative log density
-    of the members' mixture ("gaussian"); the squared error of their mean ("regression"); the pinball loss of their mean
-    quantiles. By `"error"`, the squared error of the mean for all tasks with values. `weight` is `[B]`, or has y's
-    shape.
+    Scores are the negative log of the members' mean probability or density, the squared error of their mean
+    (`"regression"`, or any values with `"error"`), or the pinball loss of their mean quantiles. `weight` is `[B]` or
+    has the shape of y.
 
     >>> p = Predictive(torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]]))
-    >>> scored(p, torch.tensor([1]), torch.ones(1))  # log 2
+    >>> validation_scores(p, torch.tensor([1]), torch.ones(1))  # log 2
     (tensor([0.6931]), tensor([1.]))
     """
     reading: Task = p.reading
@@ -49,31 +48,28 @@ def scored(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "score") -> 
 
 
 class Validation:
-    """Batches to score a network on, with the same order and the same draws each time."""
+    """Batches to score a network on, in the same order and with the same draws each time."""
 
     def __init__(self, batches: Iterable[Any], stop_by: str = "score", patience: int | None = None) -> None:
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.stop_by, self.patience = stop_by, patience
 
     def check(self, net: Multitude, prepare: Prepare) -> None:
-        """Raise an error before the training if there is no batch, or the first one cannot be scored."""
+        """Score the first batch before the training, so that errors appear early."""
         with seeded(0):
             first = next(batches_from(self.batches), None)
         if first is None:
             raise ValueError("validation must hold at least one batch, got none")
-        settle(net, prepare(first, "batch 0 of validation")[0])
+        prepare_for(net, prepare(first, "batch 0 of validation")[0])
         self._sums(net, lambda: [first], prepare)
 
     def score(self, net: Multitude, prepare: Prepare, ended: Callable[[], bool] = lambda: False) -> float | None:
-        """Return the mean score of all targets; None if `ended` returns True between batches.
-
-        For `"error"` on values, return the root of the mean.
-        """
+        """Return the mean score of all targets, or for `"error"` its root; None if `ended` returns True in between."""
         sums = self._sums(net, lambda: batches_from(self.batches), prepare, ended)
         if sums is None:
             return None
         if not sums[1]:
-            raise ValueError("validation must hold at least one target that counts, got weights of 0 for all")
+            raise ValueError("validation must have at least one target with a weight above 0, got weights of 0 only")
         mean = sums[0] / sums[1]
         return math.sqrt(mean) if self.stop_by == "error" and not net.reading.classes else mean
 
@@ -84,7 +80,7 @@ class Validation:
         prepare: Prepare,
         ended: Callable[[], bool] = lambda: False,
     ) -> tuple[float, float] | None:
-        """Return the sum of the scores times weights, and the sum of the weights."""
+        """Return the sum of weight times score, and the sum of weights."""
         total = count = 0.0
         with unmoved(net.network, ()), seeded(0):
             for number, batch in enumerate(batches()):
@@ -93,7 +89,7 @@ class Validation:
                 try:
                     p = net.predict(x, net.task, seed=mixed(0, number))
                     one = torch.ones(len(p), device=y.device) if weight is None else weight
-                    losses, weights = scored(p, y, one, self.stop_by)
+                    losses, weights = validation_scores(p, y, one, self.stop_by)
                 except ValueError as error:
                     raise ValueError(f"{what}: {error}") from error
                 total, count = total + float((losses * weights).sum()), count + float(weights.sum())
@@ -102,8 +98,8 @@ class Validation:
         return total, count
 
 
-def settle(net: Multitude, x: Input) -> None:
-    """Prepare a network for its first run, and keep the result."""
+def prepare_for(net: Multitude, x: Input) -> None:
+    """Run a network's one-time preparation on its first input."""
     with input_errors(x), plain_attention():
         net.prepare_run(x)
 
@@ -114,10 +110,10 @@ def copied_tensors(net: nn.Module) -> dict[str, Tensor]:
 
 
 def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Restore the values that `copied_tensors` copied, in the network's own tensors."""
+    """Write the values from `copied_tensors` back into the network's tensors."""
     now = net.state_dict()
     for name, value in tensors.items():
-        if now[name].shape != value.shape:  # the network's own code has replaced this buffer
+        if now[name].shape != value.shape:  # the network's code replaced this buffer
             path, _, last = name.rpartition(".")
             net.get_submodule(path)._buffers[last] = value.to(now[name].device, copy=True)
     net.load_state_dict(tensors, strict=False)

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which predicts better than the weights of any one step.
+"""An exponential moving average of the weights, which often predicts better than the last weights.
 
 Polyak and Juditsky, *Acceleration of stochastic approximation by averaging* (1992); with exponential decay, as in
 Tarvainen and Valpola, *Mean teachers are better role models* (2017).
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 EARLY = 10
-"""Early steps keep at most `(1 + step) / (EARLY + step)` of the average, which soon forgets the initial weights."""
+"""The decay is at most `(1 + step) / (EARLY + step)`, to forget the initial weights soon."""
 
 
 class MovingAverage:
-    """The average of a network's trained parameters: a step keeps a share `rate`, and takes the rest from the weights.
+    """The average of a network's trained parameters, `average = rate * average + (1 - rate) * weights` in each step.
 
-    `kept` holds it by the parameters' names; the average continues from there if it is not empty.
+    `kept` holds the average by parameter name. If it is not empty, the average continues from it.
     """
 
     def __init__(self, net: nn.Module, rate: float, kept: dict[str, Tensor]) -> None:
@@ -32,13 +32,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights after a step, counted from 1, to the average."""
+        """Add the weights after this step, counted from 1."""
         rate = min(self.rate, (1 + step) / (EARLY + step))
         torch._foreach_lerp_(self.values, [parameter.detach() for parameter in self.parameters], 1 - rate)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Swap the average into the network inside a block."""
+    def swapped_in(self) -> Iterator[None]:
+        """Use the average as the network's weights inside the context."""
         now = [parameter.detach().clone() for parameter in self.parameters]
         self.apply()
         try:
@@ -47,7 +47,7 @@ class MovingAverage:
             self._set(now)
 
     def apply(self) -> None:
-        """Replace the network's weights by the average."""
+        """Replace the network's weights with the average."""
         self._set(self.values)
 
     @torch.no_grad()

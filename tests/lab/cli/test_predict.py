@@ -237,11 +237,11 @@ def test_an_unsupported_precision_is_an_error(
 ) -> None:
     def cannot(precision: str, device: object) -> None:
         if precision == "bfloat16":
-            raise ValueError("precision='bfloat16' cannot be computed on this CPU")
+            raise ValueError("precision='bfloat16' does not work on this CPU")
 
     monkeypatch.setattr("multitudes.lab.study.run.trained_network.check_precision", cannot)
     inputs = draw(folder, torch.zeros(1, 1, 8, 8, dtype=torch.uint8)) if command == "predict" else []
-    assert "--precision 'bfloat16' cannot" in refuses(command, deep, *inputs, "--precision", "bfloat16")
+    assert "--precision 'bfloat16' does not work" in refuses(command, deep, *inputs, "--precision", "bfloat16")
 
 
 def test_predict_requires_a_finished_job(images: Run, deep: Path, folder: Path) -> None:

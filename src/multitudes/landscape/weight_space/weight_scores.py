@@ -20,7 +20,7 @@ from multitudes.networks.stochastic import Draw, drawing, expecting, stochastic_
 from multitudes.tasks import Criterion, task_of
 from multitudes.training.batch_norm import norms, statistics
 from multitudes.training.batches import Batches
-from multitudes.training.recorder import State, fitting, unflattened, weights_of
+from multitudes.training.recorder import State, checked_state, unflattened, weights_of
 
 Solution = nn.Module | Mapping[str, Tensor]
 """A trained network, or its state dict."""
@@ -48,7 +48,7 @@ def single_network(network: nn.Module) -> nn.Module:
 def state_of(given: Solution, network: nn.Module, what: str) -> State:
     """Return the tensors of a solution; raise if they do not fit the network."""
     state = given.state_dict() if isinstance(given, nn.Module) else given
-    return fitting(state, network, what, "a network or its state dict")
+    return checked_state(state, network, what, "a network or its state dict")
 
 
 # -- scores ------------------------------------------------------------------------------------------------

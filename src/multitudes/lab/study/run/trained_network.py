@@ -17,7 +17,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.predictor import Predictor
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.evaluation.predict import predictions
-from multitudes.files.onnx import Raw, write_onnx
+from multitudes.files.onnx import RawInputs, write_onnx
 from multitudes.files.onnx_exporter import input_names
 from multitudes.files.save import load
 from multitudes.lab.data import Data
@@ -196,19 +196,21 @@ def tokenizer_path(data: Data, path: Path) -> Path | None:
     return path.with_suffix(".tokenizer.json") if data.kind.written else None
 
 
-def _raw(trained: Trained, x: Tensor) -> Raw:
+def _raw(trained: Trained, x: Tensor) -> RawInputs:
     data, encoder = trained.data, trained.data.encoder
     about: dict[str, Any] = {"method": (trained.job.config or {}).get("method"), "data": data.name}
     about |= {"classes": list(data.classes), "calibrated": isinstance(trained.net, Calibrated)}
     about["inputs"] = {name: {"type": kind, "holds": holds} for name, (kind, holds) in export_inputs(data).items()}
     if isinstance(encoder, TextEncoder):
-        return Raw({TOKENS: x}, lambda given: given[TOKENS], mean=data.target_mean, std=data.target_std, about=about)
+        return RawInputs(
+            {TOKENS: x}, lambda given: given[TOKENS], mean=data.target_mean, std=data.target_std, about=about
+        )
     if not isinstance(encoder, TableEncoder):
 
         def pixels(given: Mapping[str, Tensor]) -> Tensor:
             return data.normalised(given[IMAGE])
 
-        return Raw({IMAGE: x}, pixels, mean=data.target_mean, std=data.target_std, about=about)
+        return RawInputs({IMAGE: x}, pixels, mean=data.target_mean, std=data.target_std, about=about)
     parts = x.flatten(1).split([len(feature.names) for feature in encoder.features], 1)
     example = {feature.column: feature.restored(part) for feature, part in zip(encoder.features, parts, strict=True)}
 
@@ -217,4 +219,4 @@ def _raw(trained: Trained, x: Tensor) -> Raw:
         return data.normalised(x.reshape(-1, *data.shape))
 
     texts = {each.column: each.numbers() for each in encoder.features if isinstance(each, Category)}
-    return Raw(example, features, texts, data.target_mean, data.target_std, about)
+    return RawInputs(example, features, texts, data.target_mean, data.target_std, about)
