@@ -68,8 +68,9 @@ def uci(name: str, recipe: Recipe, count: int) -> Iterator[tuple[Table, Any]]:
 
 def bundled(name: str, recipe: Recipe, count: int) -> Iterator[tuple[Table, Any]]:
     """Yield random splits: a tenth of the rows for testing in regression, else a stratified fifth."""
-    from sklearn import datasets
     from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit
+
+    from sklearn import datasets
 
     x, y = getattr(datasets, f"load_{name.replace('-', '_')}")(return_X_y=True)
     recipe.saw(f"scikit-learn/{name}", hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest())

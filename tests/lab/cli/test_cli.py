@@ -250,7 +250,7 @@ def test_how_each_column_is_read_is_told_and_can_be_said(elsewhere: Path) -> Non
     assert lines["acid"][:1] + lines["acid"][2:] == ["number", "1", "1 read as missing: 'n.v.'"]
     assert lines["colour"][:3] == ["category", "2", "1"] and lines["quality"][0] == "target"
     told = multitudes_says(*PREPARE, "--drop", "colour", "--as", "acid=category").err
-    assert "left out: it is to be dropped" in told
+    assert "left out: excluded by the user" in told
     assert datasets.read("wine.mtdata").columns[0].startswith("acid=")
     assert "--as of 'colour' must be" in sentence(multitudes_says(*PREPARE, "--as", "colour=float"))
     assert "--as must be COLUMN=KIND, got 'colour'" in sentence(multitudes_says(*PREPARE, "--as", "colour"))

@@ -217,7 +217,7 @@ def test_a_table_that_does_not_fit_says_why(case: str, table: Run, elsewhere: Pa
 def test_a_category_that_training_had_not_is_told(table: Run, elsewhere: Path) -> None:
     (elsewhere / "new.csv").write_text("sun,kind\n1,oak\n2,palm\n")
     told = says("predict", table.directory, "new.csv").err
-    assert "1 row has a category that the training data had not" in told
+    assert "1 row has a category that does not occur in the training data" in told
 
 
 def test_a_value_that_is_missing_is_filled_in_and_told(table: Run, elsewhere: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_value_that_is_missing_is_filled_in_and_told(table: Run, elsewhere: Pa
 def test_an_image_is_no_row_of_a_table(table: Run, elsewhere: Path) -> None:
     (path,) = draw(elsewhere, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
     told = refuses("predict", table.directory, path)
-    assert told.endswith(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
+    assert told.endswith(f"rows must be in a CSV, Parquet or .npz file or a folder of them, got {str(path)!r}")
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "explain"])

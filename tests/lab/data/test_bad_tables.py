@@ -78,7 +78,7 @@ GOOD = {
     "missing values": (changed("x", {3: "", 4: "NA", 50: "?"}), FLAGGED, {"x": "3 missing"}),
     "a word among numbers": (changed("x", {3: "unknown", 9: "broken"}), FLAGGED, {"x": "'unknown'"}),
     "infinity": (changed("x", {3: "inf", 9: "-Infinity"}), FLAGGED, {"x": "read as missing"}),
-    "a constant column": (with_column("same", lambda at: "7"), ["x", "noise"], {"same": "the same in all"}),
+    "a constant column": (with_column("same", lambda at: "7"), ["x", "noise"], {"same": "constant"}),
     "huge ids": (with_column("user_id", lambda at: str(10**17 + 7919 * at)), ["x", "noise"], {"user_id": "an id"}),
     "dates": (
         with_column("day", lambda at: f"2024-{at % 12 + 1:02}-{at % 28 + 1:02}"),
@@ -119,15 +119,18 @@ LATIN = text(with_column("größe", lambda at: str(at % 7))).decode().encode("la
 SHORT = text([*rows()[:40], ["1.5", "2"], *rows()[40:]])
 BAD = {
     "a row with too few fields": (SHORT, "t.csv line 41: the number of cells is not 3"),
-    "a header twice": (text([["x", "x", "y"], *rows()[1:]]), "must name its columns apart in its first line, got 'x'"),
-    "Latin-1": (LATIN, "t.csv must be UTF-8, which byte 2 is not"),
+    "a header twice": (
+        text([["x", "x", "y"], *rows()[1:]]),
+        "must have distinct column names in its first line, got 'x'",
+    ),
+    "Latin-1": (LATIN, "t.csv must be UTF-8, but byte 2 is invalid"),
     "one class": (text([["x", "y"], *([row[0], "yes"] for row in rows()[1:])]), "2 or more classes, got only yes"),
-    "a missing target": (text(changed("y", {5: ""})), "t.csv line 7: 'y' is missing or no finite number"),
-    "an infinite target": (text(changed("y", {5: "inf"})), "t.csv line 7: 'y' is missing or no finite number"),
+    "a missing target": (text(changed("y", {5: ""})), "t.csv line 7: 'y' is missing or not finite"),
+    "an infinite target": (text(changed("y", {5: "inf"})), "t.csv line 7: 'y' is missing or not finite"),
     "no rows": (text(rows()[:1]), "t.csv holds no rows"),
     "nothing but constants": (
         text([["same", "y"], *(["7", row[2]] for row in rows()[1:])]),
-        "'same': it is the same in all training rows",
+        "'same': constant in the training rows",
     ),
     "two rows": (text(rows()[:3]), "2 rows are too few to take"),
 }
@@ -151,4 +154,4 @@ def test_bad_rows_can_be_left_out() -> None:
 def test_the_column_to_predict_must_be_said() -> None:
     Path("t.csv").write_bytes(text(rows()))
     told = sentence(multitudes_says("train", "t.csv", "--method", "single", *FAST))
-    assert "--target must say which column of t.csv to predict: x, noise, y" in told
+    assert "--target must name the column of t.csv to predict, one of x, noise, y" in told

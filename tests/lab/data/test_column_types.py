@@ -123,7 +123,7 @@ def test_texts_of_which_half_are_numbers_are_told(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", size=lambda row: ("S", "38", "40", "42")[row % 4], b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert reading(data, "size").read_as == "category"
-    assert reading(data, "size").note == "3 of 4 different values are numbers: maybe to be read as number"
+    assert reading(data, "size").note == "3 of 4 distinct values are numbers: maybe to be read as number"
     as_number = md.load(path, target="y", read_as={"size": "number"})
     assert as_number.columns[:2] == ("size", "size missing")
     assert {values(as_number, "size missing")[row] for row in range(0, ROWS, 4)} == {1.0}
@@ -139,9 +139,9 @@ def test_numbers_too_close_for_float32_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "note"),
     [
-        (lambda row: f"{row * 37 % 50:03}", "numbers with leading zeros are maybe codes: read them as category"),
-        (lambda row: f"202{row % 3}12{row % 28 + 1:02}", "maybe dates: read them as date"),
-        (lambda row: 1_600_000_000 + row * 40_009 % 1000, "maybe dates: read them as date"),
+        (lambda row: f"{row * 37 % 50:03}", "leading zeros: maybe codes, to be read as category"),
+        (lambda row: f"202{row % 3}12{row % 28 + 1:02}", "maybe dates, to be read as date"),
+        (lambda row: 1_600_000_000 + row * 40_009 % 1000, "maybe dates, to be read as date"),
     ],
     ids=["codes", "days", "seconds"],
 )
@@ -269,8 +269,8 @@ def test_dates_that_could_be_read_two_ways_are_left_out_until_the_user_says_whic
     path = written(tmp_path / "x.csv", d=lambda row: f"{row % 12 + 1}/{row % 7 + 1}/2020", b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert data.columns == ("b",)
-    assert reading(data, "d").dropped == "day and month cannot be told apart in '1/1/2020': read it as dmy or as mdy"
-    with raises("read_as of 'd' must be dmy or mdy, got 'date': its day and month cannot be told apart"):
+    assert reading(data, "d").dropped == "the order of day and month is ambiguous in '1/1/2020': read it as dmy or mdy"
+    with raises("read_as of 'd' must be dmy or mdy, got 'date': the order of day and month is ambiguous"):
         md.load(path, target="y", read_as={"d": "date"})
     for order, part in (("dmy", "day"), ("mdy", "month")):
         data = md.load(path, target="y", read_as={"d": order})
@@ -297,7 +297,7 @@ def test_types_of_parquet_that_hold_times_are_read(tmp_path: Path) -> None:
     assert "date hour" not in data.columns
     assert all(values(data, "clock")[row] == 6 + row % 3 for row in range(ROWS) if row % 9)
     assert values(data, "length")[5] == pytest.approx(5 / 60)
-    assert reading(data, "list").dropped == "values of this type are not read"
+    assert reading(data, "list").dropped == "unsupported type"
 
 
 # -- categories, ids, constants ----------------------------------------------------------------------------
@@ -311,21 +311,21 @@ def test_of_many_categories_the_frequent_ones_are_kept_and_the_others_are_one(tm
     path.write_text("\n".join([lines[0], *lines[1:46] * 2, *lines[46:], *(f"r{row},1,{row}" for row in range(30))]))
     data = md.load(path, target="y")
     assert data.columns == ("c=a", "c=b", "c=c", "c other", "b")
-    assert reading(data, "c").note == "many categories: the 3 most frequent are kept, all others are one"
+    assert reading(data, "c").note == "many categories: the 3 most frequent are kept, the others are merged"
     far = tmp_path / "far.csv"
     far.write_text("c,b\nb,1\nnew,1\n")
     assert md.load(path, target="y", ood=far).ood["far"].tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 1, 1]]
 
 
 DROPPED: dict[str, tuple[Callable[[int], object], str, str]] = {
-    "row numbers": (lambda row: row + 17, "id", "each value is the one before and 1, as row numbers are"),
-    "user_id": (lambda row: row * 7919 % 1009, "id", "all values differ, and the name is that of an id"),
-    "token": (lambda row: f"x-{row * 7919 % 1009:x}", "id", "all values differ"),
-    "remark": (lambda row: f"text {row // 2}", "text", "30 different texts, none of which is in 10 training rows"),
-    "constant": (lambda row: 7.5, "constant", "it is the same in all training rows"),
-    "one word": (lambda row: "same", "constant", "it is the same in all training rows"),
-    "empty": (lambda row: "", "empty", "the training rows have no value"),
-    "": (lambda row: row % 9, "id", "it has no name, as row numbers have"),
+    "row numbers": (lambda row: row + 17, "id", "consecutive integers, probably row numbers"),
+    "user_id": (lambda row: row * 7919 % 1009, "id", "all values are distinct, and the name suggests an id"),
+    "token": (lambda row: f"x-{row * 7919 % 1009:x}", "id", "all values are distinct"),
+    "remark": (lambda row: f"text {row // 2}", "text", "30 distinct texts, none in at least 10 training rows"),
+    "constant": (lambda row: 7.5, "constant", "constant in the training rows"),
+    "one word": (lambda row: "same", "constant", "constant in the training rows"),
+    "empty": (lambda row: "", "empty", "no value in the training rows"),
+    "": (lambda row: row % 9, "id", "no name, probably row numbers"),
 }
 
 
@@ -341,7 +341,7 @@ def test_whole_numbers_that_all_differ_stay_and_are_told(tmp_path: Path) -> None
     path = written(tmp_path / "x.csv", people=lambda row: row * 7919 % 1009, b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert data.columns == ("people", "b")
-    assert reading(data, "people").note == "all values differ: maybe an id"
+    assert reading(data, "people").note == "all values are distinct: maybe an id"
 
 
 def test_a_column_that_is_asked_for_is_not_left_out(tmp_path: Path) -> None:
@@ -351,8 +351,8 @@ def test_a_column_that_is_asked_for_is_not_left_out(tmp_path: Path) -> None:
     assert md.load(path, target="y", drop=["b"]).columns == ("id",)  # rather row numbers than nothing
     assert md.load(path, target="y", read_as={"b": "category"}).columns == tuple(f"b={value}" for value in range(5))
     data = md.load(path, target="y", read_as={"b": "text"}, columns=["b", "id"])
-    assert data.columns == ("id",) and reading(data, "b").dropped == "texts are not read"
-    assert reading(data, "c").dropped == "it is not among the columns to read"
+    assert data.columns == ("id",) and reading(data, "b").dropped == "free text cannot be a feature"
+    assert reading(data, "c").dropped == "not among the selected columns"
 
 
 def test_arrays_are_features_as_they_are(tmp_path: Path) -> None:
@@ -368,11 +368,11 @@ def test_texts_that_all_differ_are_no_classes(tmp_path: Path) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "drop='size' is no column of x.csv, which has a, b, y": {"drop": ["size"]},
-    "read_as='size' is no column of x.csv, which has a, b, y": {"read_as": {"size": "date"}},
+    "drop='size' is not a column of x.csv, which has a, b, y": {"drop": ["size"]},
+    "read_as='size' is not a column of x.csv, which has a, b, y": {"read_as": {"size": "date"}},
     "read_as of 'a' must be number, date, category, text, dmy or mdy, got 'float'": {"read_as": {"a": "float"}},
-    "read_as of 'b' cannot be date: its values are like '0'": {"read_as": {"b": "date"}},
-    "read_as of 'a' cannot be number: its values are like 'red'": {"read_as": {"a": "number"}},
+    "read_as of 'b' cannot be date: its values look like '0'": {"read_as": {"b": "date"}},
+    "read_as of 'a' cannot be number: its values look like 'red'": {"read_as": {"a": "number"}},
     "read_as of 'a' must be left out, since drop= leaves this column out": {"drop": ["a"], "read_as": {"a": "text"}},
     "drop must not name the target 'y', got ['y']": {"drop": ["y"]},
     "columns must leave a feature beside the target 'y' in x.csv, got none": {"drop": ["a", "b"]},

@@ -130,7 +130,7 @@ def test_a_hugging_face_dataset_is_read_with_its_splits_and_configuration(tmp_pa
     with pytest.warns(UserWarning) as told:
         source = sources.from_hub(str(tmp_path))
     sentences = [str(warning.message) for warning in told]
-    assert f"{tmp_path} has the configurations cropped, full: cropped is taken" in sentences
+    assert f"{tmp_path} has the configurations cropped, full; using cropped" in sentences
     assert f"{tmp_path} also has extra, which is not used" in sentences
     assert source.origins == [("train", 20)] and source.columns["label"].names == ("a", "b")
     opened = Image.open(io.BytesIO(source.columns["img"].values[7]))
@@ -147,7 +147,7 @@ def test_what_is_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     kinds = f"a source must be {sources.SOURCES}, got"
     (tmp_path / "x.doc").write_text("text")
     for wrong, sentence in {
-        "no/where": f"{kinds} 'no/where': no such file or folder, and as an id: no network",
+        "no/where": f"{kinds} 'no/where': no such file or folder, and Hugging Face says: no network",
         **{wrong: f"{kinds} {str(wrong)!r}" for wrong in ("", "digit", "a/b/c", str(tmp_path / "x.doc"))},
         None: f"{kinds} None",
         "nowhere.csv": "source 'nowhere.csv' does not exist",
@@ -172,9 +172,9 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
     assert md.load(path, image="left").classes == ("a", "b")  # the only column of labels
     assert md.load(path, image="left", target="n").classes == ("0", "1")
     cases: dict[str, dict[str, Any]] = {
-        "image= must say which column of x.parquet holds the images: left, right": {},
+        "image= must name the column of x.parquet that holds the images, one of left, right": {},
         "image='fine' must be a column of images, got one of kind text": {"image": "fine"},
-        "image='middle' is no column of x.parquet, which has left, right, fine, n": {"image": "middle"},
+        "image='middle' is not a column of x.parquet, which has left, right, fine, n": {"image": "middle"},
         "target='right' must hold numbers or texts, got image": {"image": "left", "target": "right"},
         "columns= is not for x.parquet, which holds images: leave it out": {"image": "left", "columns": ["n"]},
     }
@@ -238,11 +238,11 @@ def test_size_resizes_to_cover_and_cuts_the_middle() -> None:
 def test_images_of_different_sizes_need_a_size(tmp_path: Path) -> None:
     arrays = [*pixels(12, 4, 4), pixels(1, 5, 4)[0], *pixels(12, 4, 4, seed=1)]
     path = parquet(tmp_path / "x.parquet", arrays, [row % 2 for row in range(25)])
-    with pytest.raises(ValueError, match="size= be given, to which they are resized: x.parquet row [0-9]+ is "):
+    with pytest.raises(ValueError, match="size= must be given to resize them: x.parquet row [0-9]+ is "):
         md.load(path)
     with raises(
-        "images must all be of one size, or size= be given, to which they are resized: 12 is 5 x 4 (height x width), "
-        "those before it are 4 x 4"
+        "images must have the same size, or size= must be given to resize them: 12 is 5 x 4 (height x width), "
+        "the previous ones are 4 x 4"
     ):
         opened(*map(encoded, arrays))
     data = md.load(path, size=4)
@@ -257,8 +257,7 @@ def test_what_the_machine_lacks_is_told_beforehand(monkeypatch: pytest.MonkeyPat
     file = encoded(pixels(1, 100, 100, 3)[0])
     monkeypatch.setattr(images, "free_bytes", lambda device: 1e6)
     with raises(
-        "100 images of [3, 100, 100] take 0.003 GB when decoded, and 0.001 GB are free: "
-        "give a smaller size= or a limit="
+        "100 images of [3, 100, 100] need 0.003 GB when decoded, but 0.001 GB are free: pass a smaller size= or limit="
     ):
         opened(*[file] * 100)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
@@ -278,7 +277,7 @@ def test_unreadable_images_and_missing_labels_are_named_and_can_be_left_out(tmp_
     path = parquet(tmp_path / "x.parquet", arrays, [0, 1] * 20, ["a", "b"])
     with pytest.raises(
         ValueError,
-        match=r"^x.parquet has 2 bad rows: x.parquet row 3: the image is unreadable \(no known format\); "
+        match=r"^x.parquet has 2 bad rows: x.parquet row 3: the image is unreadable \(unknown format\); "
         r"x.parquet row 7: the image is unreadable \(.*\). skip_bad=True leaves them out$",
     ):
         md.load(path)
@@ -294,11 +293,11 @@ def test_unreadable_images_and_missing_labels_are_named_and_can_be_left_out(tmp_
 
 def test_a_broken_file_of_a_folder_is_named_and_a_part_needs_a_good_one(folder: Path) -> None:
     (folder / "train" / "cat" / "0.png").write_bytes(b"")
-    what = "pets has 1 bad row: train/cat/0.png: the image is unreadable (no known format). skip_bad=True leaves"
+    what = "pets has 1 bad row: train/cat/0.png: the image is unreadable (unknown format). skip_bad=True leaves"
     refused(folder, {f"{what} them out": {}})
     for path in (folder / "test").rglob("*.png"):
         path.write_bytes(b"")
-    refused(folder, {"pets has no row in its test part that can be read": {"skip_bad": True}})
+    refused(folder, {"pets has no readable row in its test part": {"skip_bad": True}})
 
 
 # -- out-of-distribution images ----------------------------------------------------------------------------
@@ -324,10 +323,10 @@ def test_ood_images_take_the_shape_of_the_data(tmp_path: Path, folder: Path) -> 
 def test_ood_images_that_do_not_fit_are_refused(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     refused(folder, {"x.csv must hold images, got the columns a, b": {"ood": tmp_path / "x.csv"}})
-    taken = "is the name of out-of-distribution inputs that digits has already"
-    refused("digits", {f"ood 'pets' {taken}": {"ood": [folder, folder]}})
+    taken = "digits already has out-of-distribution inputs with the name"
+    refused("digits", {f"{taken} 'pets'": {"ood": [folder, folder]}})
     folder.rename(tmp_path / "photographs")
-    refused("digits", {f"ood 'photographs' {taken}": {"ood": tmp_path / "photographs"}})
+    refused("digits", {f"{taken} 'photographs'": {"ood": tmp_path / "photographs"}})
     (tmp_path / "photographs" / "test" / "cat" / "20.png").write_bytes(b"")
     (tmp_path / "photographs").rename(tmp_path / "pets")
     with pytest.raises(ValueError, match="^pets has 1 bad row: test/cat/20.png: the image is unreadable"):

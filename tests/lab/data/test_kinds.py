@@ -78,7 +78,7 @@ def test_a_new_kind_of_data_is_one_row(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_is_of_no_kind_is_refused() -> None:
     forms = "uint8 images [N, C, H, W] or int32 tokens [N, T] or float32 features [N, F]"
-    with raises(f"shape must be that of one of {forms}, got [2, 3]"):
+    with raises(f"shape must fit {forms}, got [2, 3]"):
         kind_of_shape((2, 3))
     with raises(f"x must be {forms}, got torch.uint8 [1, 4, 4]"):
         datasets.Part(torch.zeros(1, 4, 4, dtype=torch.uint8), torch.zeros(1))

@@ -111,13 +111,13 @@ WRONG: dict[str, Callable[[], object]] = {
     "batch_size must be a whole number, 1 or more, got 0": lambda: loader(numbered(), batch_size=0),
     "augment must be None or one of standard, crop, got 'turn'": lambda: loader(numbered(), augment="turn"),
     "seed must be None or a whole number, 0 or more and below 2**63, got -1": lambda: loader(numbered(), seed=-1),
-    "batch_size=24 leaves no whole batch of 23 rows: drop_last=False": lambda: loader(
+    "batch_size=24 exceeds the 23 rows: set drop_last=False or lower it": lambda: loader(
         numbered(), batch_size=24, drop_last=True
     ),
-    "augment='crop' is for images, and x has rows of 1": lambda: loader(
+    "augment='crop' is for images, but x has rows of 1": lambda: loader(
         Data("x", ROWS, ROWS, ROWS, columns=("a",)), augment="crop"
     ),
-    "batch must be a whole number, 0 or more and at most 5, the batches of an epoch, got 6": lambda: loader(
+    "batch must be a whole number, 0 or more and at most 5 (batches per epoch), got 6": lambda: loader(
         numbered()
     ).start(0, 6),
     "epoch must be a whole number, 0 or more, got -1": lambda: loader(numbered()).start(-1),

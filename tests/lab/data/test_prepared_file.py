@@ -171,16 +171,17 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     spoilt[-80] ^= 255
     for content in (b"", b"text", whole[: len(whole) // 2], bytes(spoilt)):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: "):
+        with pytest.raises(ValueError, match="x.mtdata' is not an intact prepared file: "):
             md.read(path)
     write_tensors(path, {}, "data", {"version": 99}, "a test")
     with pytest.raises(
-        ValueError, match="prepared data: its version is 99, and this program reads 5; remove it and prepare it again$"
+        ValueError,
+        match="prepared file: its version is 99, but this version of multitudes reads 5; remove it",
     ):
         md.read(path)
     np.savez(tmp_path / "x.npz", about=np.array([{"version": 3}], dtype=object))
     (tmp_path / "x.npz").rename(path)
-    with pytest.raises(ValueError, match="x.mtdata' is no whole file of prepared data: "):
+    with pytest.raises(ValueError, match="x.mtdata' is not an intact prepared file: "):
         md.read(path)
 
 

@@ -66,5 +66,5 @@ def test_what_is_not_plain_is_left_to_who_reads_cell_by_cell(tmp_path: Path, tex
 
 def test_latin_1_is_told_by_the_byte(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("a,b\n1,größe\n".encode("latin-1"))
-    with pytest.raises(ValueError, match="a.csv must be UTF-8, which byte"):
+    with pytest.raises(ValueError, match="a.csv must be UTF-8, but byte"):
         load(tmp_path / "a.csv", target="b")

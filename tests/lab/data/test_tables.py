@@ -118,12 +118,12 @@ def test_a_fold_that_is_not_there_or_leaks_is_refused(tmp_path: Path, flowers: P
     np.savez(tmp_path / "a.npz", X=x, y=y, train_idx=[[0, 1, 2]], test_idx=[[2, 3]])
     with raises("fold=1 must be one of the 1 splits of a.npz, counted from 0"):
         md.load(tmp_path / "a.npz", fold=1)
-    with raises("a.npz must have different rows below 4 in fold 0, for train and test"):
+    with raises("a.npz must have distinct rows below 4 in train_idx and test_idx of fold 0"):
         md.load(tmp_path / "a.npz")
-    with raises(f"fold=1 is for .npz files that have splits of their own, got {str(flowers)!r}"):
+    with raises(f"fold=1 needs folds= or a .npz file with its own splits, got {str(flowers)!r}"):
         md.load(flowers, target="kind", fold=1)
     np.savez(tmp_path / "b.npz", X=x)
-    with pytest.raises(ValueError, match="^b.npz must hold the arrays X and y, numbers both: "):
+    with pytest.raises(ValueError, match="^b.npz must hold two numeric arrays, X and y: "):
         md.load(tmp_path / "b.npz")
 
 
@@ -247,27 +247,27 @@ def test_csv_is_read_with_any_separator_mark_and_line_end(tmp_path: Path, separa
 # -- what is refused ---------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "target= must say which column of flowers.csv to predict: id, size, colour, kind": {"target": None},
-    "target='sort' is no column of flowers.csv, which has id, size, colour, kind": {"target": "sort"},
-    "columns='weight' is no column of flowers.csv, which has id, size, colour, kind": {"columns": ["weight"]},
+    "target= must name the column of flowers.csv to predict, one of id, size, colour, kind": {"target": None},
+    "target='sort' is not a column of flowers.csv, which has id, size, colour, kind": {"target": "sort"},
+    "columns='weight' is not a column of flowers.csv, which has id, size, colour, kind": {"columns": ["weight"]},
     "columns must not name the target 'kind', got ['kind']": {"columns": ["kind"]},
     "columns must be a list of names, got 'size'": {"columns": "size"},
     "size= is not for flowers.csv, which holds rows: leave it out": {"size": 8},
     "task='regression' needs numbers to predict, but 'kind' holds texts like 'a'": {"task": "regression"},
     "task must be None, classification or regression, got 'ranking'": {"task": "ranking"},
-    "validation=0.5 and test=0.5 must leave something to train on": {"validation": 0.5, "test": 0.5},
+    "validation=0.5 and test=0.5 must sum to less than 1": {"validation": 0.5, "test": 0.5},
     "test must be above 0 and below 1, got 0": {"test": 0},
-    "split='size' must say train, validation or test, got a column of kind number": {"split": "size"},
-    "split='colour' must say train, validation or test, got 'red' at flowers.csv line 2": {"split": "colour"},
+    "split='size' must hold train, validation or test, got a column of kind number": {"split": "size"},
+    "split='colour' must hold train, validation or test, got 'red' at flowers.csv line 2": {"split": "colour"},
 }
 WORDS = ["a,y", *(f"n{row},{row / 3}" for row in range(600))]
 CSV = {
-    "x.csv must name its columns apart in its first line, got 'a' twice": ["a,a,y", "1,2,3"],
+    "x.csv must have distinct column names in its first line, got 'a' twice": ["a,a,y", "1,2,3"],
     "x.csv holds no rows": ["a,y"],
     "x.csv: 2 rows are too few to take test and validation from": ["a,y", "1,0.5", "2,0.75"],
-    "x.csv has no row without fault: all inputs are missing": ["a,y", ",0.5", ",0.75"],
+    "x.csv has no usable row: all inputs are missing": ["a,y", ",0.5", ",0.75"],
     "target='y' must hold 2 or more classes, got only same": ["a,y", *(f"{row},same" for row in range(20))],
-    "columns= must name the features, since none is left ('a': all values differ)": WORDS,
+    "columns= must name the features, since all columns were left out ('a': all values are distinct)": WORDS,
 }
 
 
@@ -280,16 +280,16 @@ def test_options_that_do_not_fit_are_refused(sentence: str, flowers: Path) -> No
 @pytest.mark.parametrize("sentence", CSV)
 def test_tables_that_cannot_be_learned_are_refused(sentence: str, tmp_path: Path) -> None:
     with raises(sentence):
-        md.load(write(tmp_path / "x.csv", *CSV[sentence]), target="y", skip_bad="without fault" in sentence)
+        md.load(write(tmp_path / "x.csv", *CSV[sentence]), target="y", skip_bad="no usable row" in sentence)
 
 
 def test_csv_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"a,y\n1,\xff\n")
-    with raises("x.csv must be UTF-8, which byte 6 is not: save it as that"):
+    with raises("x.csv must be UTF-8, but byte 6 is invalid: save it as UTF-8"):
         md.load(tmp_path / "x.csv", target="y")
     write(tmp_path / "x.csv", "a,y", "1,2")
     write(tmp_path / "z.csv", "a,b", "1,2")
-    with raises("z.csv must have the columns of the file before it, a, y, got a, b"):
+    with raises("z.csv must have the columns of the previous file, a, y, got a, b"):
         md.load(tmp_path, target="y")
 
 
@@ -307,8 +307,8 @@ def spoilt(tmp_path: Path) -> Path:
 
 
 def test_bad_rows_stop_with_their_line_and_reason(spoilt: Path) -> None:
-    rows = "spoilt.csv line 14: 'y' is missing or no finite number; spoilt.csv line 22: the number of cells is not 3"
-    with raises(f"spoilt.csv has 2 bad rows: {rows}, that of the columns. skip_bad=True leaves them out"):
+    rows = "spoilt.csv line 14: 'y' is missing or not finite; spoilt.csv line 22: the number of cells is not 3"
+    with raises(f"spoilt.csv has 2 bad rows: {rows}. skip_bad=True leaves them out"):
         md.load(spoilt, target="y")
     # The only input cannot be missing.
     with pytest.raises(ValueError, match="has 3 bad rows: spoilt.csv line 13: all inputs are missing; "):
@@ -318,8 +318,8 @@ def test_bad_rows_stop_with_their_line_and_reason(spoilt: Path) -> None:
 def test_bad_rows_are_left_out_and_counted(spoilt: Path) -> None:
     data = md.load(spoilt, target="y", skip_bad=True)
     assert data.dropped == {
-        "the number of cells is not 3, that of the columns": 1,
-        "'y' is missing or no finite number": 1,
+        "the number of cells is not 3": 1,
+        "'y' is missing or not finite": 1,
     }
     assert sum(map(len, data.parts.values())) == 98
 

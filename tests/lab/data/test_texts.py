@@ -80,7 +80,7 @@ def test_long_texts_are_cut_and_counted(folder: Path) -> None:
     data = read(folder, max_length=6)
     long = sum(len(text.split()) + 2 > 6 for text, _ in reviews(120))
     note = next(each.note for each in data.reading if each.name == "review")
-    assert f"{long} of 120 texts have more than 6 tokens, and are cut there" in note
+    assert f"{long} of 120 texts are truncated to 6 tokens" in note
     assert data.shape == (6,) and bool((data.train.x[:, 5] == 3).any())  # the end is kept, as transformers keeps it
 
 
@@ -92,7 +92,7 @@ def test_texts_may_be_empty_strange_or_there_twice(folder: Path, tmp_path: Path)
     data = load(tmp_path / "odd.parquet", tokenizer=str(folder / "bert"), max_length=8)
     every = torch.cat([part.x for part in data.parts.values()])
     assert len(every) == 24 and bool((every >= 0).any(1).all())
-    assert data.reading[0].note.startswith("6 texts more than once")
+    assert data.reading[0].note.startswith("6 repeated texts")
     plain = load(tmp_path / "odd.parquet", tokenizer=str(folder / "gpt2"), max_length=8)
     every = torch.cat([part.x for part in plain.parts.values()])
     assert bool((every >= 0).any(1).all())  # a text without any token has the one of the end
@@ -110,7 +110,7 @@ def test_test_texts_that_were_trained_on_are_told(folder: Path) -> None:
     data = read(folder)
     known = set(data.train.files)
     count = sum(file in known for file in data.test.files)
-    assert count and f"{count} of 24 test texts are in the training part too" in data.reading[0].note
+    assert count and f"{count} of 24 test texts also occur in the training part" in data.reading[0].note
 
 
 def test_a_text_beside_an_image_is_read_where_it_is_named(folder: Path, tmp_path: Path) -> None:
@@ -126,22 +126,22 @@ def test_a_text_beside_an_image_is_read_where_it_is_named(folder: Path, tmp_path
 def test_a_text_may_be_as_long_as_a_book(folder: Path, tmp_path: Path) -> None:
     rows = [*reviews(40), ("word " * 60_000, "good")]
     data = read(folder, write_csv(tmp_path / "long.csv", rows))
-    assert "1 of 41 texts have more than 24 tokens, and are cut there" in data.reading[0].note
+    assert "1 of 41 texts are truncated to 24 tokens" in data.reading[0].note
 
 
 def test_the_column_of_texts_is_found_or_asked_for(folder: Path, tmp_path: Path) -> None:
     rows = [(text, f"title {index}", label, index) for index, (text, label) in enumerate(reviews(60))]
     path = write_csv(tmp_path / "more.csv", rows, ("body", "title", "label", "stars"))
-    with raises("text= must say which column of more.csv holds the texts: body, title"):
+    with raises("text= must name the column of more.csv that holds the texts, one of body, title"):
         read(folder, path)
     assert read(folder, path, text="body").encoder.features[0].column == "body"
     with raises("text='stars' must be a column of texts, got one of kind number"):
         read(folder, path, text="stars")
-    with raises("text='nothing' is no column of more.csv, which has body, title, label, stars"):
+    with raises("text='nothing' is not a column of more.csv, which has body, title, label, stars"):
         read(folder, path, text="nothing")
     with raises("text must not name the target 'label'"):
         read(folder, path, text="label")
-    with says("tokenizer= must say what makes tokens of the texts in 'body'"):
+    with says("tokenizer= must name the tokenizer for the texts in 'body'"):
         load(path, target="label", text="body")
     table = load(path, target="label")  # without a tokenizer it is a table, as ever
     assert table.kind.name == "table" and "body" not in table.columns
@@ -156,9 +156,9 @@ def test_bad_tokenizers_are_refused_in_a_sentence(folder: Path, tmp_path: Path) 
     with says("nothing is downloaded here, `hf download nobody/none` fetches it"):
         read(folder, tokenizer="nobody/none")
     vit_model(tmp_path / "vit")
-    with says("holds no tokenizer: there is no tokenizer.json in it"):
+    with says("has no tokenizer.json"):
         read(folder, tokenizer=str(tmp_path / "vit"))
-    with raises("max_length must be above 2, the tokens that the tokenizer adds, got 2"):
+    with raises("max_length must be above 2, the number of special tokens, got 2"):
         read(folder, max_length=2)
     with raises("max_length must be a whole number, 1 or more, got True"):
         read(folder, max_length=True)

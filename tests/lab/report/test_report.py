@@ -285,7 +285,7 @@ def test_a_partial_run_lists_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_run_without_results_is_no_page(tmp_path: Path) -> None:
     run = write_run(tmp_path, ["single"], [0], failed={"single-0": "no memory"})
-    with pytest.raises(ValueError, match="nothing to report.*none of its jobs is done; single-0 failed: no memory"):
+    with pytest.raises(ValueError, match="nothing to report.*no job is done; single-0 failed: no memory"):
         write(run)
     assert not (run / "report.html").exists()
     with pytest.raises(ValueError, match="no run directory: there is no study.toml"):

@@ -61,11 +61,11 @@ BAD_IMAGES: dict[str, tuple[Any, str, int, str]] = {
     "a large image": (png(torch.zeros(1, 1200, 1200, dtype=torch.uint8)), PNG, 422, "1200 x 1200"),
     "no base64": ({"images": ["no base64!"]}, JSON, 422, "'no base64!'"),
     "a number for an image": ({"images": [3]}, JSON, 422, "image 0 must be a file in base64, got a number"),
-    "one image not in a list": ({"images": base64_png(torch.zeros(1, 8, 8, dtype=torch.uint8))}, JSON, 422, "a text"),
+    "one image not in a list": ({"images": base64_png(torch.zeros(1, 8, 8, dtype=torch.uint8))}, JSON, 422, "a string"),
     "rows": ({"rows": [{"a": 1}]}, JSON, 422, "must have the key 'images'"),
     "another key": ({"images": [], "level": 0.5}, JSON, 422, "'level'"),
-    "no images": ({"images": []}, JSON, 422, "1 to 40, got 0"),
-    "too many": ({"images": ["aaaa"] * 41}, JSON, 422, "1 to 40, got 41"),
+    "no images": ({"images": []}, JSON, 422, "1 to 40 items, got 0"),
+    "too many": ({"images": ["aaaa"] * 41}, JSON, 422, "1 to 40 items, got 41"),
     "no JSON": (b"{images: [1]}", JSON, 400, "line 1 column 2"),
     "no UTF-8": (b'{"images": ["\xff"]}', JSON, 400, "the byte 255"),
     "a list": ([1, 2], JSON, 422, "a list"),
@@ -90,7 +90,7 @@ def test_what_is_no_image_is_refused_with_a_sentence(case: str, client: Client) 
 
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "a column that is missing": ({"rows": [OAK, {"sun": 2}]}, "row 1 must have the column 'kind'"),
-    "a column that is not known": ({"rows": [{**OAK, "moon": 1}]}, "row 0 has the column 'moon'"),
+    "a column that is not known": ({"rows": [{**OAK, "moon": 1}]}, "row 0 has the unknown column 'moon'"),
     "a list of values": ({"rows": [[1.0, "oak"]]}, "row 0 must be an object of values by column, got a list"),
     "a row that is not in a list": ({"rows": OAK}, "rows must be a list, got an object"),
     "a list for a value": ({"rows": [{"sun": [1], "kind": "oak"}]}, "row 0: 'sun' must be a number"),
@@ -120,7 +120,7 @@ def test_a_level_that_is_none_is_refused(query: str, client: Client) -> None:
 
 def test_addresses_and_methods_that_are_not_there_are_refused(client: Client) -> None:
     assert client.get("/../../etc/passwd").status == 404
-    assert client.get("/nowhere").error == "there is nothing at '/nowhere': see /docs"
+    assert client.get("/nowhere").error == "unknown path '/nowhere': see /docs"
     refused = client.get("/predict")
     assert refused.status == 405 and refused.headers["allow"] == "POST"
     assert client.send("DELETE", "/predict").status == 405
@@ -205,7 +205,7 @@ def test_more_requests_than_may_be_under_way_are_asked_to_come_again(
         asked = [pool.submit(client.predict, IMAGE, PNG) for _ in range(3)]
         eventually(lambda: "multitudes_under_way 3\n" in client.get("/metrics").body.decode())
         refused = client.predict(IMAGE, PNG)
-        assert refused.headers["retry-after"] == "1" and "3 requests are under way" in refused.error
+        assert refused.headers["retry-after"] == "1" and "3 requests are running" in refused.error
         assert refused.status == 503 and client.get("/health").status == 200
         slow.free.set()
         assert [each.result(WAIT).status for each in asked] == [200, 200, 200]
@@ -230,7 +230,7 @@ def test_an_error_that_nobody_expected_is_told_and_the_server_lives_on(
         with monkeypatch.context() as patched:
             patched.setattr(deep, "predict", lambda x: 1 / 0)
             found = client.predict(IMAGE, PNG)
-        assert found.status == 500 and found.error == "the server failed on this request; its log says why"
+        assert found.status == 500 and found.error == "internal error; see the server's log"
         assert "ZeroDivisionError" in caplog.text
         assert client.predict(IMAGE, PNG).status == 200
         assert 'multitudes_requests_total{path="/predict",status="500"} 1' in client.get("/metrics").body.decode()

@@ -135,7 +135,7 @@ def test_rows_get_the_answers_that_predict_gives_to_a_file(table: Run, rows: Cli
     (tmp_path / "new.csv").write_text("kind,sun\noak,4\nrose,0.5\nfern,\n")
     ran = multitudes_says("predict", table.directory, tmp_path / "new.csv", "--device", "cpu", "--level", "0.8")
     found = rows.predict({"rows": lines}, query="?level=0.8").json
-    assert found["notes"] == ["'sun' is missing in 1 row, and filled in as in training"]
+    assert found["notes"] == ["'sun' is missing in 1 row and was imputed as in training"]
     want = list(csv.DictReader(io.StringIO(ran.out)))
     data = datasets.read(table.data_path)
     for row, (answer, one) in enumerate(zip(found["answers"], want, strict=True)):
@@ -167,7 +167,7 @@ def test_texts_get_the_answers_of_predict(tmp_path: Path) -> None:
     with in_thread(run.jobs[0].directory) as client, ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda text: client.answers(text.encode(), "text/plain; charset=utf-8")[0], texts))
         assert len(client.answers({"texts": texts})) == 3
-        assert "text 1 must be a text, got a number" in client.predict({"texts": ["a", 3]}).error
+        assert "text 1 must be a string, got a number" in client.predict({"texts": ["a", 3]}).error
         assert "trained on texts" in client.predict(png(torch.zeros(1, 8, 8, dtype=torch.uint8)), "image/png").error
         assert client.predict(b"\xff\xfe\xfd", "text/plain").status == 400
         examples = client.get("/about").json["examples"]

@@ -295,7 +295,7 @@ def test_models_that_cannot_be_read_are_refused_in_a_sentence(place: Path, tmp_p
     assert "has its weights in pytorch_model.bin, a kind of file that can run code" in told(str(tmp_path / "pickled"))
     (tmp_path / "bare").mkdir()
     shutil.copy(place / "bert" / "config.json", tmp_path / "bare")
-    assert "holds no tokenizer: there is no tokenizer.json in it" in told(str(tmp_path / "bare"))
+    assert "has no tokenizer.json" in told(str(tmp_path / "bare"))
     config = json.loads((place / "bert" / "config.json").read_text())
     shutil.copytree(place / "bert", tmp_path / "foreign")
     (tmp_path / "foreign" / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": {}}))
@@ -319,7 +319,7 @@ def test_a_model_of_another_kind_than_the_data_is_refused(place: Path, tmp_path:
     image.new("L", (8, 8)).save(tmp_path / "images" / "a" / "1.png")
     with says("is for texts, and"):
         prepare(Spec.of(data=tmp_path / "images", model=f"hf:{place / 'bert'}", methods=["single"]), tmp_path / "run")
-    with says("is not for texts: take a Hugging Face model"):
+    with says("does not accept texts: use a Hugging Face model"):
         own = spec(place, tokenizer=str(place / "bert"))
         prepare(own.model_copy(update={"model": Spec.of(model="mlp").model}), tmp_path / "run")
 

@@ -99,7 +99,7 @@ def load(
         if not isinstance(given, str | Path) or not str(given):
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
     if text is not None and tokenizer is None:
-        raise ValueError(f"tokenizer= must say what makes tokens of the texts in {text!r}: a Hugging Face folder")
+        raise ValueError(f"tokenizer= must name the tokenizer for the texts in {text!r}: a Hugging Face folder")
     choice = Choice(
         target, split, task, fold, folds, validation, test, seed, limit, skip_bad, image, _height_width(size), columns,
         drop, read_as or {}, text, tokenizer, max_length, pixels,
@@ -133,7 +133,7 @@ def add_ood(
     for source in sources:
         name = short_name(source)
         if name in data.ood:
-            raise ValueError(f"ood {name!r} is the name of out-of-distribution inputs that {data.name} has already")
+            raise ValueError(f"{data.name} already has out-of-distribution inputs with the name {name!r}")
         whole = _prepared(source)
         if whole is None:
             opened = open_source(source)
@@ -205,7 +205,7 @@ def _seen(train: Part, test: Part) -> str:
     """Report the number of test inputs that also occur in the training part; empty if there are none."""
     known = set(train.files)
     count = sum(file in known for file in test.files)
-    return f"{count} of {len(test)} test texts are in the training part too" if count else ""
+    return f"{count} of {len(test)} test texts also occur in the training part" if count else ""
 
 
 def _whole_reading(
@@ -221,7 +221,7 @@ def _whole_reading(
     what = "classes" if classes else "a number"
     found[target] = ColumnReading(target, "target", len(values), missing, note=f"{what} to predict")
     for name in source.columns:
-        reason = "it is to be dropped" if name in choice.drop else "it is not among the columns to read"
+        reason = "excluded by the user" if name in choice.drop else "not among the selected columns"
         found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))
     return tuple(found[name] for name in source.columns)
 
@@ -233,7 +233,7 @@ def _parts(source: Source, rows: Mapping[str, Tensor], encoded: Encoded, y: Tens
     counts = [int((kept < end).sum()) for end in ends]
     for part, start, end in zip(rows, [0, *counts], counts, strict=False):
         if start == end:
-            raise ValueError(f"{source.name} has no row in its {part} part that can be read")
+            raise ValueError(f"{source.name} has no readable row in its {part} part")
         yield Part(encoded.x[start:end], y[kept[start:end]], encoded.files[start:end])
 
 
@@ -274,7 +274,7 @@ def _check(choice: Choice) -> None:
         check_number("validation", validation, 0, above=True, below=1)
     check_number("test", choice.test, 0, above=True, below=1)
     if validation + choice.test >= 1:
-        raise ValueError(f"validation={choice.validation} and test={choice.test} must leave something to train on")
+        raise ValueError(f"validation={choice.validation} and test={choice.test} must sum to less than 1")
     check_seed(choice.seed)
     if choice.limit is not None:
         check_count("limit", choice.limit)
@@ -308,7 +308,7 @@ class BadRows:
         self.details: dict[int, str] = {}
         whole = {name: source.columns[name] for name in needed} | ({} if kind.named else dict(inputs))
         for name, column in whole.items():
-            lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
+            lacks = "is missing or not finite" if column.kind == "number" else "is missing"
             for row in column.missing():
                 self.rows.setdefault(row, f"{name!r} {lacks}")
         if kind.named:
@@ -339,7 +339,7 @@ class BadRows:
         """Return the targets of all rows and the class names, as `tables.targets` derives them from usable rows."""
         rows = self.usable()
         if not len(rows):
-            raise ValueError(f"{self.source.name} has no row without fault: {', '.join(self.counts())}")
+            raise ValueError(f"{self.source.name} has no usable row: {', '.join(self.counts())}")
         return targets(name, self.source.columns[name], rows, as_classes, self.kind.feature_maps)
 
     def usable(self, part: str = "") -> Tensor:

@@ -75,8 +75,8 @@ def decode(
             x = _room(len(files), len(image.getbands()), height, width)
         if (height, width) != x.shape[2:]:
             raise ValueError(
-                f"images must all be of one size, or size= be given, to which they are resized: {where(row)} is "
-                f"{height} x {width} (height x width), those before it are {x.shape[2]} x {x.shape[3]}"
+                f"images must have the same size, or size= must be given to resize them: {where(row)} is "
+                f"{height} x {width} (height x width), the previous ones are {x.shape[2]} x {x.shape[3]}"
             )
         if x.shape[1] < len(image.getbands()):  # first colour image
             wider = _room(len(files), 3, height, width)
@@ -107,8 +107,8 @@ def _room(count: int, channels: int, height: int, width: int) -> Tensor:
     size = count * channels * height * width
     if size > (free := free_bytes(torch.device("cpu"))):
         raise ValueError(
-            f"{count} images of {[channels, height, width]} take {size / 1e9:.3g} GB when decoded, and "
-            f"{free / 1e9:.3g} GB are free: give a smaller size= or a limit="
+            f"{count} images of {[channels, height, width]} need {size / 1e9:.3g} GB when decoded, but "
+            f"{free / 1e9:.3g} GB are free: pass a smaller size= or limit="
         )
     return torch.empty(count, channels, height, width, dtype=torch.uint8)
 
@@ -123,7 +123,7 @@ def _plain(image: Any) -> Any:
         values = needed("numpy", "data", "reading images").asarray(image)
         return needed("PIL.Image", "data", "reading images").fromarray((values >> 8).astype("uint8"))
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are 32-bit numbers, mode {image.mode}")
+        raise ValueError(f"32-bit pixels, mode {image.mode}, are not supported")
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
 
 
@@ -141,7 +141,7 @@ def _pixels(image: Any) -> Tensor:
 
 def _reason(error: Exception) -> str:
     """Return an error message without the buffer address that Pillow includes."""
-    return "no known format" if "cannot identify" in str(error) else str(error) or type(error).__name__
+    return "unknown format" if "cannot identify" in str(error) else str(error) or type(error).__name__
 
 
 def find_images(source: Source, image: str | None) -> list[str] | None:

@@ -150,7 +150,7 @@ def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
     channels, height, width = shape
     if "size" in taken and height != width:
         sides = f"{height} x {width}"
-        raise ValueError(f"model {model!r} needs square images, got {sides}: take resnet20, or size= of data")
+        raise ValueError(f"model {model!r} needs square images, got {sides}: use resnet20, or resize them with size=")
     stem = "imagenet" if min(height, width) >= 96 else "small"
     numbers = {"inputs": math.prod(shape), "outputs": outputs, "classes": outputs, "channels": channels}
     return {**numbers, "size": height, "stem": stem}
@@ -161,7 +161,7 @@ def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
 
 def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
     if "inputs" not in taken:
-        raise ValueError(f"model {model!r} is for images, and the inputs are rows of {shape[0]} numbers: take tabular")
+        raise ValueError(f"model {model!r} is for images, but the inputs are rows of {shape[0]} numbers: use tabular")
     return {"inputs": shape[0], "outputs": outputs}
 
 
@@ -187,7 +187,7 @@ def _text_encoder(shape: Shape, names: Sequence[str], features: Sequence[Feature
 
 
 def _text_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
-    raise ValueError(f"model {model!r} is not for texts: take a Hugging Face model, hf:FOLDER")
+    raise ValueError(f"model {model!r} does not accept texts: use a Hugging Face model, hf:FOLDER")
 
 
 PRETRAINED_EPOCHS, MOST_TEXT_EPOCHS, TEXTS_IN_ALL = 4, 30, 100_000
@@ -262,7 +262,7 @@ def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
     ('image', 'table')
     """
     fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else not kind.written)]
-    return _only("shape must be that of one of", list(shape), fitting)
+    return _only("shape must fit", list(shape), fitting)
 
 
 def kind_of_inputs(x: Tensor) -> Kind:

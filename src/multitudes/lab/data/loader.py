@@ -54,9 +54,9 @@ class Loader:
         if augment is not None and augment not in AUGMENTATIONS:
             raise ValueError(f"augment must be None or one of {', '.join(AUGMENTATIONS)}, got {augment!r}")
         if augment is not None and not data.kind.feature_maps:
-            raise ValueError(f"augment={augment!r} is for images, and {data.name} has {data.kind.describe(data.shape)}")
+            raise ValueError(f"augment={augment!r} is for images, but {data.name} has {data.kind.describe(data.shape)}")
         if drop_last and batch_size > len(part):
-            raise ValueError(f"batch_size={batch_size} leaves no whole batch of {len(part)} rows: drop_last=False")
+            raise ValueError(f"batch_size={batch_size} exceeds the {len(part)} rows: set drop_last=False or lower it")
         self.part, self.data, self.batch_size, self.device = part, data, batch_size, torch.device(device)
         self.augment, self.shuffle, self.seed, self.drop_last = augment, shuffle, seed, drop_last
         self.streams = streams
@@ -74,7 +74,7 @@ class Loader:
         """Start the next iteration at this batch of this epoch."""
         check_count("epoch", epoch, 0)
         if type(batch) is not int or not 0 <= batch <= len(self):
-            limit = f"0 or more and at most {len(self)}, the batches of an epoch"
+            limit = f"0 or more and at most {len(self)} (batches per epoch)"
             raise ValueError(f"batch must be a whole number, {limit}, got {batch!r}")
         self.epoch, self._first = epoch, batch
 

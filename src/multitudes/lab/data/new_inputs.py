@@ -65,14 +65,16 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
         filled.update(encoded.filled)
         notes += list(encoded.notes.values())
     if not names:
-        raise ValueError(f"there is no input to predict in {', '.join(name for name, _ in sources)}")
+        raise ValueError(f"no input to predict in {', '.join(name for name, _ in sources)}")
     return Inputs(names, torch.cat(parts), bad, unknown, filled, notes)
 
 
 def texts_source(texts: Sequence[str], data: Data) -> Source:
     """Wrap texts in a source; raise if `data` are not texts."""
     if not data.kind.written:
-        raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
+        raise ValueError(
+            f"text={texts[0]!r} needs a network trained on texts; this one was trained on {data.kind.inputs}"
+        )
     column = data.encoder.features[0].column
     columns = {column: Column("text", list(texts))}
     return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
@@ -80,9 +82,11 @@ def texts_source(texts: Sequence[str], data: Data) -> Source:
 
 def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
     """Return sentences on unknown categories and missing values."""
-    told = [f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that the training data had not"]
+    told = [
+        f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that does not occur in the training data"
+    ]
     return told * bool(unknown) + [
-        f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training"
+        f"{name!r} is missing in {count} row{'' if count == 1 else 's'} and was imputed as in training"
         for name, count in filled.items()
     ]
 
@@ -97,7 +101,7 @@ def labelled(
     if source == "digits" or source.lower().endswith(".mtdata"):
         other = load(source)
         if (other.kind, other.columns, other.task) != (data.kind, data.columns, data.task):
-            raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
+            raise ValueError(f"the data must match the training data, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
     if data.kind.written:
@@ -105,7 +109,7 @@ def labelled(
     else:
         kind, found = kind_of_source(opened, Choice(image=image), target)
     if kind is not data.kind:
-        raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
+        raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the training data")
     name = find_target(opened, target, found)
     columns = data.encoder.columns(opened, image)
     bad = BadRows(opened, skip_bad, kind, columns, name)
@@ -113,7 +117,7 @@ def labelled(
     rows = bad.usable("test")
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
-        raise ValueError(f"{opened.name} has no row that can be used")
+        raise ValueError(f"{opened.name} has no usable row")
     left_out = [f"Left out {n} bad row{'' if n == 1 else 's'}: {reason}" for reason, n in bad.counts().items()]
     told = left_out + remarks(encoded.unknown, encoded.filled) + list(encoded.notes.values())
     return encoded.x, _matched(y[rows[encoded.kept]], classes, data), told
@@ -126,6 +130,6 @@ def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:
     for number in y.unique().tolist():
         if classes[number] not in data.classes:
             known = ", ".join(data.classes[:20])
-            raise ValueError(f"the data have the class {classes[number]!r}; the network knows {known}")
+            raise ValueError(f"the data contain the class {classes[number]!r}; the network's classes are {known}")
     numbers = [data.classes.index(name) if name in data.classes else -1 for name in classes]
     return torch.tensor(numbers)[y]

@@ -58,7 +58,9 @@ def read(path: str | Path) -> Data:
     try:
         with reading_tensors(path, ENTRY, "a prepared file") as (file, about):
             if about.get("version") != VERSION:
-                raise DamagedError(path, f"its version is {about.get('version')}, and this program reads {VERSION}")
+                raise DamagedError(
+                    path, f"its version is {about.get('version')}, but this version of multitudes reads {VERSION}"
+                )
 
             def tensor(name: str) -> Tensor:
                 found: Tensor = file.get_tensor(name)
@@ -77,7 +79,7 @@ def read(path: str | Path) -> Data:
     except (DamagedError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = error.what if isinstance(error, DamagedError) else str(error).splitlines()[0]
         raise ValueError(
-            f"{str(path)!r} is no whole file of prepared data: {reason}; remove it and prepare it again"
+            f"{str(path)!r} is not an intact prepared file: {reason}; remove it and prepare it again"
         ) from error
 
 

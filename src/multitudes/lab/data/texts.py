@@ -53,7 +53,7 @@ class TextEncoder:
         text = read_tokenizer(choice.tokenizer, choice.max_length or LONGEST)
         counts = Counter(value for value in column.values if value is not None)
         twice = sum(count > 1 for count in counts.values())
-        note = f"{plural(twice, 'text')} more than once" if twice else ""
+        note = plural(twice, "repeated text") if twice else ""
         read = ColumnReading(name, "text", len(counts), len(column) - counts.total(), note=note)
         return cls(replace(text, column=name), (read,))
 
@@ -84,7 +84,7 @@ class TextEncoder:
         (column,) = columns.values()
         texts: list[str] = column.take(rows)
         x, cut = self.tokens(texts)
-        note = f"{cut} of {len(texts)} texts have more than {self.text.longest} tokens, and are cut there"
+        note = f"{cut} of {len(texts)} texts are truncated to {self.text.longest} tokens"
         files = tuple(text.encode(errors="replace") for text in texts)
         return Encoded(x, list(range(len(texts))), files=files, notes={self.text.column: note} if cut else {})
 
@@ -119,21 +119,21 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
     folder = local_place(str(place), "tokenizer")
     folder = folder.parent if folder.is_file() else folder
     if not any(found for pattern in FILES for found in folder.glob(pattern)):  # transformers would create an empty one
-        raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer: there is no tokenizer.json in it")
+        raise ValueError(f"tokenizer: {str(folder)!r} has no tokenizer.json")
     transformers = needed("transformers", "huggingface", "a tokenizer")
     try:
         with quiet():
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises nearly anything if files are missing
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer that can be read: {reason}") from error
+        raise ValueError(f"tokenizer: {str(folder)!r} has no readable tokenizer: {reason}") from error
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         kind = type(found).__name__
         raise ValueError(f"tokenizer: {str(folder)!r} must hold a fast tokenizer (tokenizer.json), got a {kind}")
     added = found.num_special_tokens_to_add()
     if longest <= added:
-        raise ValueError(f"max_length must be above {added}, the tokens that the tokenizer adds, got {longest}")
+        raise ValueError(f"max_length must be above {added}, the number of special tokens, got {longest}")
     copy = needed("tokenizers", "huggingface", "a text").Tokenizer.from_str(backend.to_str())
     copy.no_padding()
     copy.enable_truncation(longest)

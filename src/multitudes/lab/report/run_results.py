@@ -177,13 +177,13 @@ def read_results(directory: str | Path) -> Results:
     if not outcomes:
         reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]
         why = "".join(f"; {reason}" for reason in reasons[:2]) + (f"; and {len(reasons) - 2} more" * (len(reasons) > 2))
-        raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
+        raise ValueError(f"nothing to report in {str(run.directory)!r}: no job is done{why}")
     about, trained_on = run.about, outcomes[0].config.get("data", {})
     if about is None or about.get("task") not in TARGETS:
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
         raise DamagedError(run.about_path, f"{what}; {WRITTEN_AGAIN}")
     if trained_on.get("fingerprint") not in (None, about.get("fingerprint"), *(about.get("folds") or ())):
-        raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {WRITTEN_AGAIN}")
+        raise DamagedError(run.about_path, f"it describes other data than the jobs used; {WRITTEN_AGAIN}")
     source = str(run.spec.get("data", {}).get("source", trained_on.get("source", "")))
     data = None
     if run.data_path.is_file() or source == "digits":

@@ -53,7 +53,7 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
 
     app = FastAPI(
         title="multitudes serve", version=metadata.version("multitudes"), docs_url=None, redoc_url=None,
-        lifespan=lifespan, description="A trained network that answers, and tells how sure the answer is.",
+        lifespan=lifespan, description="Predictions of a trained network, with their uncertainty.",
     )  # fmt: skip
     app.add_api_route("/predict", server.predict, methods=["POST"], openapi_extra=PREDICT, summary="Predict inputs")
     app.add_api_route("/about", server.about, openapi_extra=ABOUT, summary="The network, its inputs, and examples")
@@ -101,7 +101,7 @@ class Server:
         self._authorise(request)
         level = _level(request, self.level)
         if self.under_way >= self.limits.requests:
-            raise Refused(f"{self.limits.requests} requests are under way, try again in a second", 503)
+            raise Refused(f"{self.limits.requests} requests are running, try again in a second", 503)
         self.under_way += 1
         try:
             async with asyncio.timeout(self.limits.seconds):
@@ -192,13 +192,13 @@ async def _body(request: Request, most: int) -> bytes:
             if len(body) > most:
                 raise Refused(f"the body must have {most:,} bytes at most, got more", 413)
     except ClientDisconnect as error:
-        raise Refused("the request ended before its body was whole", 400) from error
+        raise Refused("the request ended before its body was complete", 400) from error
     return bytes(body)
 
 
 def _level(request: Request, default: float) -> float:
     if more := [name for name in request.query_params if name != "level"]:
-        raise Refused(f"the query may have level alone, got {more[0]!r}")
+        raise Refused(f"the only query parameter is level, got {more[0]!r}")
     given = request.query_params.get("level")
     try:
         level = default if given is None else float(given)
@@ -226,8 +226,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
         return _json({"error": error.sentence}, error.status, REFUSED_WITH.get(error.status))
     assert isinstance(error, HTTPException)
     told = {
-        404: f"there is nothing at {request.url.path!r}: see /docs",
-        405: f"{request.method} is not for {request.url.path!r}: see /docs",
+        404: f"unknown path {request.url.path!r}: see /docs",
+        405: f"{request.url.path!r} does not accept {request.method}: see /docs",
     }
     sentence = told.get(error.status_code, str(error.detail))
     return _json({"error": sentence}, error.status_code, dict(error.headers or {}))
@@ -257,7 +257,7 @@ class Watched:
         except Exception:
             log.exception("the request %s %s failed", scope["method"], scope["path"])
             if not status:
-                failed = _json({"error": "the server failed on this request; its log says why"}, 500)
+                failed = _json({"error": "internal error; see the server's log"}, 500)
                 await failed(scope, receive, sending)
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"

@@ -45,9 +45,9 @@ def read_request(body: bytes, content_type: str, data: Data, limits: Limits) -> 
     else:
         raise Refused(f"Content-Type must be application/json, image/* or text/plain, got {content_type!r}", 415)
     if kind != "application/json" and data.kind.inputs != (sent := "texts" if kind == "text/plain" else "images"):
-        raise Refused(f"this network was trained on {data.kind.inputs}, and Content-Type={kind} is for {sent}", 415)
+        raise Refused(f"this network was trained on {data.kind.inputs}, but Content-Type={kind} is for {sent}", 415)
     if not 1 <= len(values) <= limits.rows:
-        raise Refused(f"{data.kind.inputs} must hold 1 to {limits.rows}, got {len(values)}")
+        raise Refused(f"{data.kind.inputs} must have 1 to {limits.rows} items, got {len(values)}")
     source = READERS[data.kind.inputs](values, data, limits)
     try:
         return inputs_of([(NAME, source)], data)
@@ -80,9 +80,9 @@ def _listed(body: bytes, data: Data) -> list[Any]:
         raise Refused(f"the body must be a JSON object with the key {name!r}, got {_called(found)}")
     if name not in found:
         keys = ", ".join(map(_shown, found)) or "none"
-        raise Refused(f"the body must have the key {name!r}, what this network was trained on, got the keys: {keys}")
+        raise Refused(f"the body must have the key {name!r}, the inputs of this network, got the keys: {keys}")
     if more := [key for key in found if key != name]:
-        raise Refused(f"the body must have the key {name!r} alone, got also {_shown(more[0])}")
+        raise Refused(f"the body must have only the key {name!r}, got also {_shown(more[0])}")
     if not isinstance(found[name], list):
         raise Refused(f"{name} must be a list, got {_called(found[name])}")
     return found[name]
@@ -90,23 +90,23 @@ def _listed(body: bytes, data: Data) -> list[Any]:
 
 def _json(text: str) -> Any:
     def refused(constant: str) -> Any:
-        raise Refused(f"numbers must be finite, got {constant}: send null where a value is missing")
+        raise Refused(f"numbers must be finite, got {constant}: send null for missing values")
 
     try:
         return json.loads(text, parse_constant=refused)
     except json.JSONDecodeError as error:
-        raise Refused(f"the body is no JSON: {error.msg} at line {error.lineno} column {error.colno}", 400) from error
-    except RecursionError as error:
         raise Refused(
-            "the body is no JSON that can be read: its lists and objects are nested too deeply", 400
+            f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}", 400
         ) from error
+    except RecursionError as error:
+        raise Refused("the JSON of the body is nested too deeply", 400) from error
     except ValueError as error:  # an integer with thousands of digits
-        raise Refused("the body is no JSON that can be read: a number has too many digits", 400) from error
+        raise Refused("the JSON of the body has a number with too many digits", 400) from error
 
 
 def _called(value: Any) -> str:
     """Name the type of a JSON value."""
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
@@ -125,10 +125,10 @@ def _row_source(rows: Sequence[Any], data: Data, limits: Limits) -> Source:
             raise Refused(f"row {at} must be an object of values by column, got {_called(row)}")
         if missing := [name for name in columns if name not in row]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise Refused(f"row {at} must have the column {missing[0]!r}{more}, null where its value is missing")
+            raise Refused(f"row {at} must have the column {missing[0]!r}{more}; send null for missing values")
         if unknown := [name for name in row if name not in columns]:
             known = ", ".join(columns[:20])
-            raise Refused(f"row {at} has the column {_shown(unknown[0])}, which the network does not take: {known}")
+            raise Refused(f"row {at} has the unknown column {_shown(unknown[0])}; the network's columns are {known}")
         for name in columns:
             _check_cell(f"row {at}: {name!r}", row[name])
     values = {name: [row[name] for row in rows] for name in columns}
@@ -143,10 +143,10 @@ def _row_source(rows: Sequence[Any], data: Data, limits: Limits) -> Source:
 
 def _check_cell(where: str, value: Any) -> None:
     if isinstance(value, (dict, list)):
-        raise Refused(f"{where} must be a number, a text, true, false or null, got {_called(value)}")
+        raise Refused(f"{where} must be a number, a string, a boolean or null, got {_called(value)}")
     if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
-        got = value if isinstance(value, float) else "a whole number that is larger"
-        raise Refused(f"{where} must be finite in float32, got {got}: send null where a value is missing")
+        got = value if isinstance(value, float) else "a larger integer"
+        raise Refused(f"{where} must be finite in float32, got {got}: send null for missing values")
 
 
 def _written(value: Any) -> str:
@@ -195,7 +195,7 @@ def _check_image(file: bytes, name: str, limits: Limits) -> None:
         raise Refused(f"{name} must have {limits.pixels:,} pixels at most, got far more") from error
     except Exception as error:  # Pillow's decoders raise nearly anything
         formats = ", ".join(FORMATS)
-        raise Refused(f"{name} must be an image ({formats}), got {len(file)} bytes that are none") from error
+        raise Refused(f"{name} must be an image ({formats}), got {len(file)} bytes that cannot be decoded") from error
     if width * height > limits.pixels:
         raise Refused(f"{name} must have {limits.pixels:,} pixels at most, got {width} x {height}")
 
@@ -203,7 +203,7 @@ def _check_image(file: bytes, name: str, limits: Limits) -> None:
 def _text_source(texts: Sequence[Any], data: Data, limits: Limits) -> Source:
     for at, text in enumerate(texts):
         if not isinstance(text, str):
-            raise Refused(f"text {at} must be a text, got {_called(text)}")
+            raise Refused(f"text {at} must be a string, got {_called(text)}")
     return texts_source(texts, data)
 
 

@@ -63,7 +63,7 @@ def check_read_as(read_as: Mapping[str, str], names: Collection[str], source: st
     """Raise unless each key is a column of the source and each value a valid kind."""
     for name, kind in read_as.items():
         if name not in names:
-            raise ValueError(f"read_as={name!r} is no column of {source}, which has {', '.join(names)}")
+            raise ValueError(f"read_as={name!r} is not a column of {source}, which has {', '.join(names)}")
         if kind not in READ_AS:
             raise ValueError(f"read_as of {name!r} must be {', '.join(READ_AS[:-1])} or {READ_AS[-1]}, got {kind!r}")
 
@@ -125,15 +125,15 @@ class _Reader:
         kind = self.asked or self._kind()
         if kind == "text":
             self._written()
-            raise _Dropped("text", "texts are not read")
+            raise _Dropped("text", "free text cannot be a feature")
         if kind not in READ_AS:
             if self.sure:
                 raise ValueError(f"column {self.name!r} is of kind {kind}, which cannot be a feature")
             self.count = 0
-            raise _Dropped(kind, "values of this type are not read")
+            raise _Dropped(kind, "unsupported type")
         if not self.name and not self.sure:
             self._written()
-            raise _Dropped("id", "it has no name, as row numbers have")
+            raise _Dropped("id", "no name, probably row numbers")
         return {"number": self._number, "category": self._category}.get(kind, self._date)()
 
     def _kind(self) -> str:
@@ -145,7 +145,7 @@ class _Reader:
             return "date" if order else "category"
         self._written()
         like = next(text for text in column.texts() if text)
-        raise _Dropped("date", f"day and month cannot be told apart in {like!r}: read it as dmy or as mdy")
+        raise _Dropped("date", f"the order of day and month is ambiguous in {like!r}: read it as dmy or mdy")
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -169,10 +169,10 @@ class _Reader:
         numbered = bool((known[1:] - known[:-1] == 1).all())
         if not self.sure:
             if numbered:
-                raise _Dropped("id", "each value is the one before and 1, as row numbers are")
+                raise _Dropped("id", "consecutive integers, probably row numbers")
             if _named_id(self.name):
-                raise _Dropped("id", f"{_all(differ, known)} values differ, and the name is that of an id")
-        self.notes.append("row numbers" if numbered else f"{_all(differ, known)} values differ: maybe an id")
+                raise _Dropped("id", f"{_all(differ, known)} values are distinct, and the name suggests an id")
+        self.notes.append("row numbers" if numbered else f"{_all(differ, known)} values are distinct: maybe an id")
 
     # -- categories ----------------------------------------------------------------------------------------
 
@@ -185,15 +185,15 @@ class _Reader:
         self._note_numbers()
         differ = self.differ
         if len(self.values) >= FEW and differ > NEARLY_ALL * len(self.values) and not self.sure:
-            raise _Dropped("id", f"{_all(differ, self.values)} values differ")
+            raise _Dropped("id", f"{_all(differ, self.values)} values are distinct")
         kept = sorted(counts)
         if len(counts) > FEW:
             frequent = sorted(kept, key=lambda text: -counts[text])[:MOST]
             kept = sorted(text for text in frequent if counts[text] >= RARE)
             if not kept and not self.sure:
-                raise _Dropped("text", f"{differ} different texts, none of which is in {RARE} training rows")
+                raise _Dropped("text", f"{differ} distinct texts, none in at least {RARE} training rows")
             kept = kept or sorted(frequent[:FEW])
-            self.notes.append(f"many categories: the {len(kept)} most frequent are kept, all others are one")
+            self.notes.append(f"many categories: the {len(kept)} most frequent are kept, the others are merged")
         self._note_constant(*Counter(self.values).most_common(1)[0])
         return Category(self.name, tuple(kept), len(kept) < len(counts), None in train)
 
@@ -206,7 +206,7 @@ class _Reader:
             found = "ymd" if column.kind == "date" else date_order(column.texts()) or "ymd"
             if found == AMBIGUOUS:
                 raise ValueError(
-                    f"read_as of {self.name!r} must be dmy or mdy, got 'date': its day and month cannot be told apart"
+                    f"read_as of {self.name!r} must be dmy or mdy, got 'date': the order of day and month is ambiguous"
                 )
             order = found
         *_, train = self._measured(column.days(order))
@@ -242,13 +242,13 @@ class _Reader:
         wrong = ~empty & values.isnan()
         if self.asked and 2 * int(wrong.sum()) > int((~empty).sum()):
             like = self.column.texts()[int(wrong.nonzero()[0])]
-            raise ValueError(f"read_as of {self.name!r} cannot be {self.asked}: its values are like {like!r}")
+            raise ValueError(f"read_as of {self.name!r} cannot be {self.asked}: its values look like {like!r}")
 
     def _check_varied(self, distinct: Sequence[Any] | Tensor, missing: bool) -> None:
         if not len(distinct):
-            raise _Dropped("empty", "the training rows have no value")
+            raise _Dropped("empty", "no value in the training rows")
         if len(distinct) == 1 and not missing and not self.sure:
-            raise _Dropped("constant", "it is the same in all training rows")
+            raise _Dropped("constant", "constant in the training rows")
 
     def _note_strays(self, values: Tensor) -> None:
         wrong = ~self.column.empty() & ~values.float().isfinite()
@@ -269,9 +269,9 @@ class _Reader:
             return
         texts = self.column.texts()
         if digits_as_dates(texts):
-            self.notes.append("maybe dates: read them as date")
+            self.notes.append("maybe dates, to be read as date")
         if any(text is not None and re.fullmatch(r"0\d+", text) for text in texts):
-            self.notes.append("numbers with leading zeros are maybe codes: read them as category")
+            self.notes.append("leading zeros: maybe codes, to be read as category")
 
     def _note_numbers(self) -> None:
         """Note texts of which at least half are numbers."""
@@ -280,7 +280,7 @@ class _Reader:
         numbers = int((~column.numbers(decimal_marks([different])[0]).isnan()).sum())
         if 2 * numbers >= len(different) > 0 and self.asked is None:
             share = "all" if numbers == len(different) else f"{numbers} of {len(different)}"
-            self.notes.append(f"{share} different values are numbers: maybe to be read as number")
+            self.notes.append(f"{share} distinct values are numbers: maybe to be read as number")
 
 
 def number_of(name: str, train: Tensor, mark: str = ".") -> Number:

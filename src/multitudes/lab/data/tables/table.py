@@ -68,7 +68,7 @@ class TableEncoder:
         features, reading = read_columns(columns, rows, choice.read_as, choice.columns is not None)
         if not features:
             left_out = "; ".join(f"{each.name!r}: {each.dropped}" for each in reading)
-            raise ValueError(f"columns= must name the features, since none is left ({left_out})")
+            raise ValueError(f"columns= must name the features, since all columns were left out ({left_out})")
         return cls(tuple(features), tuple(reading))
 
     @classmethod
@@ -135,7 +135,7 @@ def find_target(source: Source, target: str | None, inputs: Collection[str]) -> 
         typed = [name for name in others if source.columns[name].names]
         if named or len(typed) == 1:
             return (named or typed)[0]
-    raise ValueError(f"target= must say which column of {source.name} to predict: {', '.join(others)}")
+    raise ValueError(f"target= must name the column of {source.name} to predict, one of {', '.join(others)}")
 
 
 def targets(
@@ -168,7 +168,7 @@ def targets(
             if 0 < spread < 1e-5 * values.abs().max():
                 raise ValueError(
                     f"target {name!r} varies by {spread.item():g} around {values[0].item():g}, too little for float32: "
-                    f"subtract what its values have in common"
+                    f"subtract a constant first"
                 )
             return column.values.float(), ()
         classes = column.names or tuple(str(int(v)) if v.is_integer() else str(v) for v in known.tolist())
