@@ -20,7 +20,7 @@ from multitudes.lab import data as md
 from multitudes.lab.data import Data
 from multitudes.lab.data.tables.column_types import ColumnReading, read_columns
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.features import PARTS, Category, Date, Number, feature_of, parts_of
+from multitudes.lab.data.tables.features import DATE_PARTS, Category, Date, Number, date_parts, feature_of
 from multitudes.lab.data.tables.numbers_and_dates import date_order, decimal_marks, read_date, read_number
 from tests.zoo.predictions import raises
 
@@ -202,7 +202,7 @@ def test_a_missing_text_is_a_category_of_its_own(tmp_path: Path) -> None:
 
 def test_the_parts_of_dates_are_those_of_pandas() -> None:
     times = pd.date_range("1599-12-28", "2401-03-02", freq="31h17min", unit="s")
-    found = parts_of(torch.from_numpy(times.astype("int64").to_numpy() / 86400))
+    found = date_parts(torch.from_numpy(times.astype("int64").to_numpy() / 86400))
     theirs = {"year": times.year, "month": times.month, "day": times.day, "weekday": times.day_of_week}
     for part, want in theirs.items():
         np.testing.assert_array_equal(found[part].numpy(), want.to_numpy())
@@ -257,7 +257,7 @@ def test_dates_become_their_parts(tmp_path: Path, form: str) -> None:
         data = md.load(tmp_path / "x.parquet", target="y")
     else:
         data = md.load(written(tmp_path / "x.csv", when=lambda row: day(row).strftime(form)), target="y")
-    assert data.columns == tuple(f"when {part}" for part in PARTS)
+    assert data.columns == tuple(f"when {part}" for part in DATE_PARTS)
     assert (reading(data, "when").read_as, reading(data, "when").values) == ("date", ROWS)
     assert values(data, "when month") == {row: day(row).month for row in range(ROWS)}
     assert values(data, "when hour") == {row: 6 + row % 3 for row in range(ROWS)}

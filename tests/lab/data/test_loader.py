@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multitudes.lab.data import Data, Loader, Part
-from multitudes.lab.data.loader import moved, random_moves
+from multitudes.lab.data.loader import random_moves, shift_and_flip
 from tests.zoo.predictions import raises
 
 Batch = tuple[Tensor, Tensor]
@@ -152,7 +152,9 @@ def ways(image: Tensor, pad: int) -> dict[bytes, tuple[int, int, bool]]:
 def test_every_image_becomes_one_of_its_crops_each_as_likely(shape: tuple[int, ...], pad: int, flip: bool) -> None:
     image = torch.randint(1, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     known = ways(image, pad)
-    out = moved(image.expand(4000, *shape), random_moves(4000, shape[1:], torch.Generator().manual_seed(1), flip))
+    out = shift_and_flip(
+        image.expand(4000, *shape), random_moves(4000, shape[1:], torch.Generator().manual_seed(1), flip)
+    )
     assert out.shape == (4000, *shape) and out.dtype == torch.uint8 and out.is_contiguous()
     seen = [known[one.numpy().tobytes()] for one in out]
     side = 2 * pad + 1
@@ -168,7 +170,7 @@ def test_every_image_becomes_one_of_its_crops_each_as_likely(shape: tuple[int, .
 
 def test_large_images_move_by_four_pixels() -> None:
     image = torch.ones(1, 64, 48, dtype=torch.uint8)
-    out = moved(image.expand(500, -1, -1, -1), random_moves(500, (64, 48), torch.Generator().manual_seed(0)))
+    out = shift_and_flip(image.expand(500, -1, -1, -1), random_moves(500, (64, 48), torch.Generator().manual_seed(0)))
     rows, columns = out[:, 0].amax(2).sum(1), out[:, 0].amax(1).sum(1)
     assert (int(rows.min()), int(rows.max())) == (60, 64) and (int(columns.min()), int(columns.max())) == (44, 48)
 

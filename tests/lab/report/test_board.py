@@ -15,7 +15,7 @@ import pytest
 
 from multitudes.lab.cli.screen import leaderboard_tables, show
 from multitudes.lab.report import Results
-from multitudes.lab.report.board import answer, cost, standings
+from multitudes.lab.report.board import answer_figure, cost, standings
 from multitudes.lab.report.page import page, sections
 from multitudes.lab.report.run_results import read_results
 from multitudes.lab.study.results.leaderboard import leaderboard
@@ -50,7 +50,7 @@ def test_the_answer_is_at_the_top_in_the_words_of_the_terminal(run: Path, text: 
 
 
 def test_the_figure_of_the_answer_has_the_points_of_the_recommendation(results: Results) -> None:
-    found, view = results.recommendation, answer(results)
+    found, view = results.recommendation, answer_figure(results)
     assert view is not None
     single = next(row["nll"] for row in results.board if row.name == "single")
     own = series([view], results)

@@ -168,7 +168,7 @@ def test_the_page_predicts_an_image_that_is_chosen_and_examples(
             assert verdict.split()[0] == digits.classes[int(want.label)]
             assert page.locator(".votes li").count() == 2
             assert page.locator(".meter .track").count() == 10
-            assert "members" in page.inner_text(".told") and "Set at 95 %" in page.inner_text("#result")
+            assert "members" in page.inner_text(".fact") and "Set at 95 %" in page.inner_text("#result")
             page.click("#unsure button")
             page.wait_for_selector("#unsure button[aria-pressed=true]")
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"

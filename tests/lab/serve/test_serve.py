@@ -120,7 +120,7 @@ def test_a_network_whose_rows_see_each_other_gets_each_request_by_itself(images:
     torch.manual_seed(0)
     whole = Trained.read(images.job("deep", 0).directory, "cpu")
     network = ServedNetwork(replace(whole, net=Multitude(Centred()).eval()))
-    assert not network.together and not network.draws
+    assert not network.batchable and not network.draws
     x = digits.test.x[:9]
     found = network.answer([Question(x[:3], 0.9), Question(x[3:9], 0.9)])
     for own, answers in ((x[:3], found[0]), (x[3:9], found[1])):

@@ -113,7 +113,7 @@ def test_the_page_lists_a_damaged_job_as_not_done(folder: Path) -> None:
     run = Run(folder / "run")
     flip(run.job("packed", 0).directory / "predictions.safetensors")
     text = report.write(run.directory).read_text()
-    assert "This page is not complete" in text and "checksum does not fit" in text
+    assert "This page is incomplete" in text and "checksum does not fit" in text
     for job in run.jobs:
         flip(job.directory / "metrics.json")
     with pytest.raises(

@@ -20,7 +20,7 @@ from multitudes.lab.data.sources import SOURCES, Source, open_source, short_name
 from multitudes.lab.data.splits import split_rows, spread
 from multitudes.lab.data.tables.column_types import ColumnReading
 from multitudes.lab.data.tables.columns import Column, Encoded
-from multitudes.lab.data.tables.table import Choice, find_target, targets
+from multitudes.lab.data.tables.table import LoadOptions, find_target, targets
 
 TASKS = {"classification": True, "regression": False}
 """Values of `task=`, and whether their targets are classes."""
@@ -100,20 +100,20 @@ def load(
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
     if text is not None and tokenizer is None:
         raise ValueError(f"tokenizer= must name the tokenizer for the texts in {text!r}: a Hugging Face folder")
-    choice = Choice(
+    options = LoadOptions(
         target, split, task, fold, folds, validation, test, seed, limit, skip_bad, image, _height_width(size), columns,
         drop, read_as or {}, text, tokenizer, max_length, pixels,
     )  # fmt: skip
-    _check(choice)
+    _check(options)
     check_choice("numbers", numbers, NUMBERS)
     whole = _prepared(source)
     if whole is None:
         opened = open_source(source, split, fold if folds is None else 0)
         if folds is not None and opened.arrays and "test" in opened.parts:
-            opened, choice = open_source(source, split, fold), replace(choice, folds=None)
-        data = _from_source(opened, short_name(source), choice)
+            opened, options = open_source(source, split, fold), replace(options, folds=None)
+        data = _from_source(opened, short_name(source), options)
         data = replace(data, numbers=numbers) if data.kind.named else data
-    elif useless := _given(choice, "target", "split", "task", "fold", "folds", *_options()):
+    elif useless := _given(options, "target", "split", "task", "fold", "folds", *_options()):
         raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
@@ -140,22 +140,22 @@ def add_ood(
             inputs = data.encoder.columns(opened, image)
             bad = BadRows(opened, skip_bad, data.kind, inputs)
             rows = bad.usable("test")
-            rows = _fewer(rows, torch.zeros(len(rows)), limit, seed)
+            rows = _limited_rows(rows, torch.zeros(len(rows)), limit, seed)
             x = bad.encode(data.encoder, inputs, rows).x
             counts = bad.counts()
         elif (whole.kind, whole.columns) != (data.kind, data.columns):
             raise ValueError(f"ood {str(source)!r} must hold inputs like those of {data.name}, got {whole!r}")
         else:
-            rows = _fewer(torch.arange(len(whole.test)), torch.zeros(len(whole.test)), limit, seed)
+            rows = _limited_rows(torch.arange(len(whole.test)), torch.zeros(len(whole.test)), limit, seed)
             x, counts = data.kind.refit(whole.test.x[rows], data.shape), {}
         dropped = {f"{name}: {reason}": count for reason, count in counts.items()}
         data = replace(data, ood={**data.ood, name: x}, dropped={**data.dropped, **dropped})
     return data
 
 
-def _given(choice: Choice, *names: str) -> list[str]:
+def _given(options: LoadOptions, *names: str) -> list[str]:
     """Return the arguments that were given."""
-    return [name for name in names if getattr(choice, name)]
+    return [name for name in names if getattr(options, name)]
 
 
 def _options() -> list[str]:
@@ -163,45 +163,45 @@ def _options() -> list[str]:
     return [option for kind in KINDS for option in kind.options]
 
 
-def _from_source(source: Source, name: str, choice: Choice) -> Data:
-    kind, found = kind_of_source(source, choice, choice.target or source.target)
-    target = find_target(source, choice.target, found)
-    for option in _given(choice, *_options()):
+def _from_source(source: Source, name: str, options: LoadOptions) -> Data:
+    kind, found = kind_of_source(source, options, options.target or source.target)
+    target = find_target(source, options.target, found)
+    for option in _given(options, *_options()):
         if option == "tokenizer" and option not in kind.options:
             raise ValueError(f"tokenizer= is for texts, and {source.name} holds {kind.inputs}: leave it out")
         if option not in kind.options:
             raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
-    inputs = kind.choose(source, target, choice)
-    bad = BadRows(source, choice.skip_bad, kind, inputs, target)
-    y, classes = bad.targets(target, None if choice.task is None else TASKS[choice.task])
+    inputs = kind.choose(source, target, options)
+    bad = BadRows(source, options.skip_bad, kind, inputs, target)
+    y, classes = bad.targets(target, None if options.task is None else TASKS[options.task])
     groups = y if classes else torch.zeros(len(y))
     own = {part: bad.usable(part) for part in source.parts}
     try:
-        validation = kind.validation if choice.validation is None else choice.validation
-        fold = None if choice.folds is None else (choice.fold, choice.folds)
-        rows = split_rows(own, groups, validation, choice.test, choice.seed, fold)
+        validation = kind.validation if options.validation is None else options.validation
+        fold = None if options.folds is None else (options.fold, options.folds)
+        rows = split_rows(own, groups, validation, options.test, options.seed, fold)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
-    rows = {part: _fewer(chosen, groups[chosen], choice.limit, choice.seed) for part, chosen in rows.items()}
-    if source.arrays and choice.columns is None:
-        choice = replace(choice, columns=list(inputs))
-    encoder = kind.fit(inputs, rows["train"], choice)
+    rows = {part: _limited_rows(chosen, groups[chosen], options.limit, options.seed) for part, chosen in rows.items()}
+    if source.arrays and options.columns is None:
+        options = replace(options, columns=list(inputs))
+    encoder = kind.fit(inputs, rows["train"], options)
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, for a common shape
     train, held_out, test = _parts(source, rows, encoded, y[order])
-    seen = _seen(train, test) if kind.written else ""
+    seen = _note_duplicates(train, test) if kind.written else ""
     noted = [
         replace(each, note="; ".join(filter(None, [each.note, encoded.notes.get(each.name), seen])))
         for each in encoder.reading
     ]
-    reading = _whole_reading(source, target, classes, choice, noted)
+    reading = _whole_reading(source, target, classes, options, noted)
     return Data(
         name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
         reading=reading,
     )  # fmt: skip
 
 
-def _seen(train: Part, test: Part) -> str:
+def _note_duplicates(train: Part, test: Part) -> str:
     """Report the number of test inputs that also occur in the training part; empty if there are none."""
     known = set(train.files)
     count = sum(file in known for file in test.files)
@@ -209,7 +209,7 @@ def _seen(train: Part, test: Part) -> str:
 
 
 def _whole_reading(
-    source: Source, target: str, classes: Sequence[str], choice: Choice, reading: Sequence[ColumnReading]
+    source: Source, target: str, classes: Sequence[str], options: LoadOptions, reading: Sequence[ColumnReading]
 ) -> tuple[ColumnReading, ...]:
     """Return how all columns of a table were read, in order, including the target and unread columns."""
     if not reading:
@@ -221,7 +221,7 @@ def _whole_reading(
     what = "classes" if classes else "a number"
     found[target] = ColumnReading(target, "target", len(values), missing, note=f"{what} to predict")
     for name in source.columns:
-        reason = "excluded by the user" if name in choice.drop else "not among the selected columns"
+        reason = "excluded by the user" if name in options.drop else "not among the selected columns"
         found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))
     return tuple(found[name] for name in source.columns)
 
@@ -244,17 +244,19 @@ def _prepared(source: str | Path) -> Data | None:
     return read(source) if Path(source).suffix.lower() == ".mtdata" else None
 
 
-def _fewer(rows: Tensor, groups: Tensor, limit: int | None, seed: int) -> Tensor:
+def _limited_rows(rows: Tensor, groups: Tensor, limit: int | None, seed: int) -> Tensor:
     return rows if limit is None or len(rows) <= limit else rows[spread(groups, limit, seed)]
 
 
 def _limited(data: Data, limit: int, seed: int) -> Data:
     parts = []
     for part in data.parts.values():
-        rows = _fewer(torch.arange(len(part)), part.y if data.classes else torch.zeros(len(part)), limit, seed)
+        rows = _limited_rows(torch.arange(len(part)), part.y if data.classes else torch.zeros(len(part)), limit, seed)
         files = tuple(part.files[row] for row in rows.tolist()) if part.files else ()
         parts.append(Part(part.x[rows], part.y[rows], files))
-    ood = {name: x[_fewer(torch.arange(len(x)), torch.zeros(len(x)), limit, seed)] for name, x in data.ood.items()}
+    ood = {
+        name: x[_limited_rows(torch.arange(len(x)), torch.zeros(len(x)), limit, seed)] for name, x in data.ood.items()
+    }
     train, validation, test = parts
     return replace(data, train=train, validation=validation, test=test, ood=ood)
 
@@ -268,29 +270,29 @@ def _height_width(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return check_count("size", sides[0]), check_count("size", sides[1])
 
 
-def _check(choice: Choice) -> None:
-    validation = 0.0 if choice.validation is None else choice.validation
-    if choice.validation is not None:
+def _check(options: LoadOptions) -> None:
+    validation = 0.0 if options.validation is None else options.validation
+    if options.validation is not None:
         check_number("validation", validation, 0, above=True, below=1)
-    check_number("test", choice.test, 0, above=True, below=1)
-    if validation + choice.test >= 1:
-        raise ValueError(f"validation={choice.validation} and test={choice.test} must sum to less than 1")
-    check_seed(choice.seed)
-    if choice.limit is not None:
-        check_count("limit", choice.limit)
-    if choice.task is not None and choice.task not in TASKS:
-        raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {choice.task!r}")
+    check_number("test", options.test, 0, above=True, below=1)
+    if validation + options.test >= 1:
+        raise ValueError(f"validation={options.validation} and test={options.test} must sum to less than 1")
+    check_seed(options.seed)
+    if options.limit is not None:
+        check_count("limit", options.limit)
+    if options.task is not None and options.task not in TASKS:
+        raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {options.task!r}")
     for name in ("columns", "drop"):
-        if isinstance(value := getattr(choice, name), str):
+        if isinstance(value := getattr(options, name), str):
             raise ValueError(f"{name} must be a list of names, got {value!r}")
-    if not isinstance(choice.read_as, Mapping):
-        raise ValueError(f"read_as must be a mapping from names of columns, got {choice.read_as!r}")
-    check_count("fold", choice.fold, 0)
-    if choice.folds is not None:
-        if isinstance(choice.folds, bool) or not isinstance(choice.folds, int) or choice.folds < 2:
-            raise ValueError(f"folds must be None or a whole number, 2 or more, got {choice.folds!r}")
-        if choice.fold >= choice.folds:
-            raise ValueError(f"fold must be one of the {choice.folds} folds, counted from 0, got {choice.fold}")
+    if not isinstance(options.read_as, Mapping):
+        raise ValueError(f"read_as must be a mapping from names of columns, got {options.read_as!r}")
+    check_count("fold", options.fold, 0)
+    if options.folds is not None:
+        if isinstance(options.folds, bool) or not isinstance(options.folds, int) or options.folds < 2:
+            raise ValueError(f"folds must be None or a whole number, 2 or more, got {options.folds!r}")
+        if options.fold >= options.folds:
+            raise ValueError(f"fold must be one of the {options.folds} folds, counted from 0, got {options.fold}")
 
 
 # -- rows that cannot be used --------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class BadRows:
             empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
             for row in empty.nonzero().flatten().tolist():
                 self.rows.setdefault(row, "all inputs are missing")
-        self._settle()
+        self._check()
 
     def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
         """Encode the inputs of these rows, and record rows that cannot be encoded."""
@@ -323,10 +325,10 @@ class BadRows:
         for index, error in encoded.bad.items():
             reason, bracket, detail = error.partition(" (")
             self.rows[int(rows[index])], self.details[int(rows[index])] = reason, bracket + detail
-        self._settle()
+        self._check()
         return encoded
 
-    def _settle(self) -> None:
+    def _check(self) -> None:
         if not self.rows or self.skip:
             return
         named = sorted(self.rows)[:3]

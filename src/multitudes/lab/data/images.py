@@ -64,7 +64,7 @@ def decode(
     resized = False
     for row, file in enumerate(files):
         try:
-            image = _plain(pillow.open(io.BytesIO(file)))
+            image = _grey_or_rgb(pillow.open(io.BytesIO(file)))
         except Exception as error:  # Pillow's decoders raise nearly anything
             bad[row] = f"the image is unreadable ({_reason(error)})"
             continue
@@ -72,18 +72,18 @@ def decode(
             image = image.convert("L" if channels == 1 else "RGB")
         height, width = size or (image.height, image.width)
         if not kept:
-            x = _room(len(files), len(image.getbands()), height, width)
+            x = _allocate(len(files), len(image.getbands()), height, width)
         if (height, width) != x.shape[2:]:
             raise ValueError(
                 f"images must have the same size, or size= must be given to resize them: {where(row)} is "
                 f"{height} x {width} (height x width), the previous ones are {x.shape[2]} x {x.shape[3]}"
             )
         if x.shape[1] < len(image.getbands()):  # first colour image
-            wider = _room(len(files), 3, height, width)
+            wider = _allocate(len(files), 3, height, width)
             wider[: len(kept)] = x[: len(kept)]
             x = wider
         resized |= image.size != (width, height)
-        x[len(kept)] = _pixels(_fitted(image, height, width))
+        x[len(kept)] = _pixels(_resize(image, height, width))
         kept.append(row)
     return Encoded(x[: len(kept)], kept, bad, () if resized else tuple(files[row] for row in kept))
 
@@ -94,15 +94,15 @@ def refit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return x
     channels, height, width = shape
     pillow = needed("PIL.Image", "data", "resizing images")
-    out = _room(len(x), *shape)
+    out = _allocate(len(x), *shape)
     for row, image in enumerate(x):
         pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
         drawn = pillow.fromarray(pixels.contiguous().numpy()).convert("L" if channels == 1 else "RGB")
-        out[row] = _pixels(_fitted(drawn, height, width))
+        out[row] = _pixels(_resize(drawn, height, width))
     return out
 
 
-def _room(count: int, channels: int, height: int, width: int) -> Tensor:
+def _allocate(count: int, channels: int, height: int, width: int) -> Tensor:
     """Allocate a tensor for images; raise if memory is too small."""
     size = count * channels * height * width
     if size > (free := free_bytes(torch.device("cpu"))):
@@ -113,7 +113,7 @@ def _room(count: int, channels: int, height: int, width: int) -> Tensor:
     return torch.empty(count, channels, height, width, dtype=torch.uint8)
 
 
-def _plain(image: Any) -> Any:
+def _grey_or_rgb(image: Any) -> Any:
     """Convert an image to mode L or RGB, and apply its EXIF orientation."""
     image.load()
     if image.getexif().get(0x0112, 1) != 1:  # taken with a rotated camera
@@ -127,7 +127,7 @@ def _plain(image: Any) -> Any:
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
 
 
-def _fitted(image: Any, height: int, width: int) -> Any:
+def _resize(image: Any, height: int, width: int) -> Any:
     if image.size == (width, height):
         return image
     method = needed("PIL.Image", "data", "resizing images").Resampling.BILINEAR

@@ -20,7 +20,7 @@ from multitudes.lab.data.preprocessing import Preprocessing
 from multitudes.lab.data.sources import Source, open_images, open_source, open_table
 from multitudes.lab.data.tables.columns import Column
 from multitudes.lab.data.tables.features import Feature, Pixels, Text
-from multitudes.lab.data.tables.table import Choice, TableEncoder, choose_columns
+from multitudes.lab.data.tables.table import LoadOptions, TableEncoder, choose_columns
 from multitudes.lab.data.texts import CutToLongest, TextEncoder, find_texts
 from multitudes.training.optimizers import batch_size_for
 
@@ -49,14 +49,14 @@ class Kind:
     """Number of dimensions of one input; no two kinds share both this and the dtype."""
     form: str
     """Description of valid `x`, for errors."""
-    find: Callable[[Source, Choice, str | None], list[str] | None]
+    find: Callable[[Source, LoadOptions, str | None], list[str] | None]
     """Return the columns of a source that must be inputs (empty if undecided); None if the source is of another
     kind. The last argument is the target, if given."""
     options: Collection[str]
     """Arguments of `load` for this kind only."""
-    choose: Callable[[Source, str, Choice], dict[str, Column]]
+    choose: Callable[[Source, str, LoadOptions], dict[str, Column]]
     """Choose the input columns, given the target and the options."""
-    fit: Callable[[Mapping[str, Column], Tensor, Choice], Encoder]
+    fit: Callable[[Mapping[str, Column], Tensor, LoadOptions], Encoder]
     """Fit an encoder for these columns to the training rows."""
     encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
     """Rebuild the fitted encoder from the input shape, feature names and fitted features."""
@@ -124,11 +124,11 @@ def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -
     return Preprocessing(mean[:, None, None].float(), std[:, None, None].float())
 
 
-def _fitted_images(columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> ImageEncoder:
-    if choice.pixels is None:
-        return ImageEncoder(choice.size)
-    mean, std = (tuple(map(float, values)) for values in choice.pixels)
-    return ImageEncoder(choice.size, len(mean), features=(Pixels(next(iter(columns)), mean, std),))
+def _fitted_images(columns: Mapping[str, Column], rows: Tensor, options: LoadOptions) -> ImageEncoder:
+    if options.pixels is None:
+        return ImageEncoder(options.size)
+    mean, std = (tuple(map(float, values)) for values in options.pixels)
+    return ImageEncoder(options.size, len(mean), features=(Pixels(next(iter(columns)), mean, std),))
 
 
 def _image_defaults(shape: Shape, rows: int) -> dict[str, Any]:
@@ -208,9 +208,9 @@ def transformer_training(rows: int, pretrained: bool) -> dict[str, Any]:
 KINDS = [
     Kind(
         "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
-        find=lambda source, choice, target: None if choice.text else find_images(source, choice.image),
+        find=lambda source, options, target: None if options.text else find_images(source, options.image),
         options=("image", "size", "pixels"),
-        choose=lambda source, target, choice: ImageEncoder().columns(source, choice.image),
+        choose=lambda source, target, options: ImageEncoder().columns(source, options.image),
         fit=_fitted_images,
         encoder=lambda shape, names, features: ImageEncoder((shape[1], shape[2]), shape[0], features=features),
         preprocessing=_image_preprocessing,
@@ -226,8 +226,8 @@ KINDS = [
         "text", "texts", torch.int32, 1, "int32 tokens [N, T]",
         find=find_texts,
         options=("text", "tokenizer", "max_length"),
-        choose=lambda source, target, choice: {
-            name: source.columns[name] for name in find_texts(source, choice, target) or ()
+        choose=lambda source, target, options: {
+            name: source.columns[name] for name in find_texts(source, options, target) or ()
         },
         fit=TextEncoder.fitted,
         encoder=_text_encoder,
@@ -238,7 +238,7 @@ KINDS = [
     ),
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
-        find=lambda source, choice, target: [],
+        find=lambda source, options, target: [],
         options=("columns", "drop", "read_as"),
         choose=choose_columns,
         fit=TableEncoder.fitted,
@@ -277,7 +277,7 @@ def _only(must: str, got: object, fitting: list[Kind]) -> Kind:
     return fitting[0]
 
 
-def kind_of_source(source: Source, choice: Choice, target: str | None = None) -> tuple[Kind, list[str]]:
+def kind_of_source(source: Source, options: LoadOptions, target: str | None = None) -> tuple[Kind, list[str]]:
     """Return the kind of a source, and the columns that must be inputs."""
-    found = ((kind, kind.find(source, choice, target)) for kind in KINDS)
+    found = ((kind, kind.find(source, options, target)) for kind in KINDS)
     return next((kind, names) for kind, names in found if names is not None)

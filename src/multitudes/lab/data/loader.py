@@ -27,7 +27,7 @@ class Loader:
     With `streams` of M, a batch concatenates M batches, each in its own order: for members that train on different rows
     (`mt.batch_ensemble(rows="own")`).
 
-    The whole part is moved to the device if it takes at most half of the free memory; otherwise each batch is.
+    The whole part is shift_and_flip to the device if it takes at most half of the free memory; otherwise each batch is.
 
     >>> part = Part(torch.tensor([[1.0], [3.0], [1.0], [3.0]]), torch.tensor([0, 1, 0, 1]))
     >>> data = Data("four", part, part, part, ("a", "b"), ("x",), numbers="standard")
@@ -110,7 +110,7 @@ class Loader:
     def _batch(self, rows: Tensor, moves: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self._x[rows].to(self.device)
         if moves is not None:
-            x = moved(x, moves)
+            x = shift_and_flip(x, moves)
         return self.data.normalised(x), self._y[rows].to(self.device)
 
     def _generator(self, *numbers: int) -> torch.Generator:
@@ -131,7 +131,7 @@ def random_moves(count: int, size: tuple[int, ...], generator: torch.Generator, 
     return torch.stack([down, right, mirrored.long()])
 
 
-def moved(x: Tensor, moves: Tensor) -> Tensor:
+def shift_and_flip(x: Tensor, moves: Tensor) -> Tensor:
     """Shift and flip images `[B, C, H, W]` by `random_moves`, with zero padding."""
     count, _, height, width = x.shape
     reach = _reach((height, width))

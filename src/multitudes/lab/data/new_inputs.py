@@ -15,7 +15,7 @@ from multitudes.lab.data.kinds import kind_of_source
 from multitudes.lab.data.parts import Data
 from multitudes.lab.data.sources import Source, open_source
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.table import Choice, find_target
+from multitudes.lab.data.tables.table import LoadOptions, find_target
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def labelled(
     if data.kind.written:
         kind, found = data.kind, list(data.encoder.columns(opened))
     else:
-        kind, found = kind_of_source(opened, Choice(image=image), target)
+        kind, found = kind_of_source(opened, LoadOptions(image=image), target)
     if kind is not data.kind:
         raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the training data")
     name = find_target(opened, target, found)

@@ -159,9 +159,9 @@ class Data:
         if not x.is_floating_point():
             raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
         place = (x.device, x.dtype)
-        if place not in self._placed:  # cached: a copy to a GPU synchronises with it
-            self._placed[place] = copy.deepcopy(self.preprocessing).to(x)
-        seen: Tensor = self._placed[place](x)
+        if place not in self._copies:  # cached: a copy to a GPU synchronises with it
+            self._copies[place] = copy.deepcopy(self.preprocessing).to(x)
+        seen: Tensor = self._copies[place](x)
         return seen
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Data:
         return 1.0 if self.classes else mean_std(self.train.y[:, None])[1].item()
 
     @cached_property
-    def _placed(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
+    def _copies(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
         """Cached copies of the preprocessing, by device and dtype."""
         return {}
 

@@ -86,17 +86,17 @@ def split_rows(
         if folds > len(pool):
             raise ValueError(f"folds={folds} must be at most the number of rows, {len(pool)}")
         chosen = fold_rows(groups[pool], folds, number, mixed(seed, 2))
-        parts["test"], pool = _parted(pool, chosen)
+        parts["test"], pool = _split_off(pool, chosen)
     shares = {part: share for part, share in (("test", test), ("validation", validation)) if part not in parts}
     counts = {part: max(1, round(share * len(pool))) for part, share in shares.items()}
     if sum(counts.values()) >= len(pool):
         raise ValueError(f"{len(pool)} rows are too few to take {' and '.join(counts)} from")
     for number, (part, count) in enumerate(counts.items()):
-        parts[part], pool = _parted(pool, spread(groups[pool], count, mixed(seed, number)))
+        parts[part], pool = _split_off(pool, spread(groups[pool], count, mixed(seed, number)))
     return {"train": pool, "validation": parts["validation"], "test": parts["test"]}
 
 
-def _parted(pool: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+def _split_off(pool: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
     """Split rows into those at positions `drawn` and the rest."""
     rest = torch.ones(len(pool), dtype=torch.bool)
     rest[drawn] = False

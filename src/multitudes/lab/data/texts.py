@@ -23,7 +23,7 @@ from multitudes.lab.data.sources import Source
 from multitudes.lab.data.tables.column_types import ColumnReading
 from multitudes.lab.data.tables.columns import Column, Encoded
 from multitudes.lab.data.tables.features import Feature, Text
-from multitudes.lab.data.tables.table import LABELS, Choice
+from multitudes.lab.data.tables.table import LABELS, LoadOptions
 
 LONGEST = 256
 """Default maximum number of tokens per text."""
@@ -46,11 +46,11 @@ class TextEncoder:
     names: tuple[str, ...] = ()
 
     @classmethod
-    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> TextEncoder:
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, options: LoadOptions) -> TextEncoder:
         """Make an encoder with the chosen tokenizer; nothing is fitted to the training rows."""
         ((name, column),) = columns.items()
-        assert choice.tokenizer is not None  # checked by `load`
-        text = read_tokenizer(choice.tokenizer, choice.max_length or LONGEST)
+        assert options.tokenizer is not None  # checked by `load`
+        text = read_tokenizer(options.tokenizer, options.max_length or LONGEST)
         counts = Counter(value for value in column.values if value is not None)
         twice = sum(count > 1 for count in counts.values())
         note = plural(twice, "repeated text") if twice else ""
@@ -144,13 +144,13 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
     return Text("", copy.to_str(), longest, empty)
 
 
-def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] | None:
+def find_texts(source: Source, options: LoadOptions, target: str | None) -> list[str] | None:
     """Return the text column: the given, only or typically named one; None if texts are not requested."""
-    if choice.text is None and choice.tokenizer is None:
+    if options.text is None and options.tokenizer is None:
         return None
-    if choice.text is not None and choice.text == target:
+    if options.text is not None and options.text == target:
         raise ValueError(f"text must not name the target {target!r}")
-    found = source.one_of_kind("text", choice.text, ("text", "sentence"), (target,) if target else LABELS)
+    found = source.one_of_kind("text", options.text, ("text", "sentence"), (target,) if target else LABELS)
     if not found:
         has = ", ".join(source.columns)
         raise ValueError(f"text= must be a column of texts, and {source.name} has none: its columns are {has}")

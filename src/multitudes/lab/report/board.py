@@ -117,7 +117,7 @@ def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
 TICKS = tuple(2.0**power for power in range(-4, 11))
 
 
-def answer(results: Results) -> View | None:
+def answer_figure(results: Results) -> View | None:
     """Return the recommendation's figure: score against price, with the Pareto frontier.
 
     Error bars show the interval of the difference from the single network. None for fewer than two methods.

@@ -87,11 +87,11 @@ def unsure_rows(results: Results) -> dict[str, Any]:
     shown = zip(*([_text(value) for value in values[name]] for name in columns), strict=True)
     if data.classes:
         heads = ["class", "confidence", "truth"]
-        told = [_row_of_classes(arrays[0][row], data.classes, int(arrays[1][row])) for row in chosen.tolist()]
+        predictions = [_row_of_classes(arrays[0][row], data.classes, int(arrays[1][row])) for row in chosen.tolist()]
     else:
-        heads = ["mean", "interval of 90 %", "truth"]
-        told = [_row_of_numbers(*(float(each[row]) for each in arrays[1:])) for row in chosen.tolist()]
-    rows = list(zip(chosen.tolist(), shown, told, strict=True))
+        heads = ["mean", "90 % interval", "truth"]
+        predictions = [_row_of_numbers(*(float(each[row]) for each in arrays[1:])) for row in chosen.tolist()]
+    rows = list(zip(chosen.tolist(), shown, predictions, strict=True))
     hidden = len(values) - len(columns)
     return {"method": results.ranked[0], "columns": columns, "heads": heads, "rows": rows, "hidden": hidden}
 
@@ -141,8 +141,9 @@ def _texts_of_classes(results: Results) -> dict[str, Any]:
     for row in _most(results.texts, unsure):
         own, truth = members[:, row].double(), int(target[row])
         information = torch.special.entr(own.mean(0)).sum() - torch.special.entr(own).sum(1).mean()
-        told = (shortened(results.texts[row]), names[truth], float(unsure[row]), max(0.0, float(information)))
-        rows.append((*told, _votes(own, names), [_vote(probs[row], names, truth) for probs, _, _ in found.values()]))
+        cells = [_vote(probs[row], names, truth) for probs, _, _ in found.values()]
+        numbers = float(unsure[row]), max(0.0, float(information))
+        rows.append((shortened(results.texts[row]), names[truth], *numbers, _votes(own, names), cells))
     return {"columns": list(found), "rows": rows, "best": voting, "several": len(members) > 1}
 
 
@@ -194,7 +195,7 @@ def _first_seeds(results: Results, methods: Sequence[str], rows: int, *names: st
     """Return arrays of each method's first seed, by method index, if they cover the page's test rows."""
     found = {}
     for method in methods:
-        outcome = next(iter(results.alike(method)), None)
+        outcome = next(iter(results.comparable(method)), None)
         arrays = outcome and outcome.tensors(*names)
         if arrays and len(arrays[-1]) == rows:
             found[results.methods.index(method)] = arrays

@@ -73,8 +73,8 @@ def selective_prediction(results: Results) -> dict[str, Any]:
     # Skip the range where no method errs.
     most = max(max(each.y) for each in series)
     first = min(x for each in series for x, y in zip(each.x, each.y, strict=True) if y >= 0.02 * most)
-    x = Axis("inputs that are predicted", percent=True, low=min(math.floor(10 * first) / 10, 0.9), high=1.0)
-    return {"views": [View(series, x, Axis("errors among them (lower is better)", percent=True, low=0))]}
+    x = Axis("fraction of inputs predicted", percent=True, low=min(math.floor(10 * first) / 10, 0.9), high=1.0)
+    return {"views": [View(series, x, Axis("error rate (lower is better)", percent=True, low=0))]}
 
 
 def shift(results: Results) -> dict[str, Any]:

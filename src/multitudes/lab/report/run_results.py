@@ -25,7 +25,7 @@ from multitudes.lab.study.run.store import PREDICTIONS, WRITTEN_AGAIN, Run
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """Results of one job: one method with one seed."""
 
     method: str
@@ -66,7 +66,7 @@ class Results:
     """Name of the data."""
     task: str
     """ "classification" or "regression"."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[JobResult, ...]
     """Results of the finished jobs, method by method."""
     board: tuple[Row, ...]
     """A row for each method and each baseline, the best first."""
@@ -125,11 +125,11 @@ class Results:
         first = list(dict.fromkeys([*self.recommendation.methods, *singles, *names]))[:HIGHLIGHTED]
         return sorted(names, key=lambda name: (name not in first, names.index(name)))
 
-    def of(self, method: str) -> list[Outcome]:
+    def of(self, method: str) -> list[JobResult]:
         """Return the outcomes of a method, one per seed."""
         return [outcome for outcome in self.outcomes if outcome.method == method]
 
-    def alike(self, method: str) -> list[Outcome]:
+    def comparable(self, method: str) -> list[JobResult]:
         """Return the outcomes of a method on the page's test rows: all of them, or those of the first fold."""
         first, folded = self.about.get("fingerprint"), bool(self.about.get("folds"))
         return [each for each in self.of(method) if not folded or each.config["data"].get("fingerprint") == first]
@@ -172,7 +172,7 @@ def read_results(directory: str | Path) -> Results:
     """Read a run directory; missing or failed jobs are listed as such."""
     run = Run(directory)
     outcomes = tuple(
-        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done
+        JobResult(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done
     )
     if not outcomes:
         reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]

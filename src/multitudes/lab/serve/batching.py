@@ -102,7 +102,7 @@ class Batcher(Generic[Question, Answer]):
         batch = [each for each in self._next() if each.answer.set_running_or_notify_cancel()]
         if batch:
             self._watch(sum(each.rows for each in batch))
-            self._settle(batch)
+            self._answer(batch)
 
     def _next(self) -> list[_Waiting[Question, Answer]]:
         """Take the questions of the next batch."""
@@ -117,7 +117,7 @@ class Batcher(Generic[Question, Answer]):
                 batch.append(self._queue.popleft())
         return batch
 
-    def _settle(self, batch: list[_Waiting[Question, Answer]]) -> None:
+    def _answer(self, batch: list[_Waiting[Question, Answer]]) -> None:
         try:
             answers = self._work([each.question for each in batch])
             if len(answers) != len(batch):
@@ -127,7 +127,7 @@ class Batcher(Generic[Question, Answer]):
                 batch[0].answer.set_exception(error)
                 return
             for each in batch:
-                self._settle([each])
+                self._answer([each])
             return
         for each, answer in zip(batch, answers, strict=True):
             each.answer.set_result(answer)

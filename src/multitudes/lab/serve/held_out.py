@@ -40,10 +40,10 @@ class HeldOut(NamedTuple):
         return Conformal.fit(Predictive(self.probs.clamp(min=torch.finfo().tiny).log()[None]), y[self.rows])
 
 
-def held_out(trained: Trained, anew: bool = False, seed: int = 0, precision: str | None = None) -> HeldOut:
-    """Read held-out predictions from the job's files, or compute them if `anew`."""
+def held_out(trained: Trained, recompute: bool = False, seed: int = 0, precision: str | None = None) -> HeldOut:
+    """Read held-out predictions from the job's files, or compute them if `recompute`."""
     test, classes = trained.data.test, trained.data.classes
-    saved = {} if anew else trained.job.predictions
+    saved = {} if recompute else trained.job.predictions
     rows, array = torch.arange(len(test)), saved.get("probs" if classes else "std")
     if array is not None and array.shape == (len(test), *([len(classes)] if classes else [])):
         found = torch.from_numpy(array).float()

@@ -56,14 +56,14 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
         lifespan=lifespan, description="Predictions of a trained network, with their uncertainty.",
     )  # fmt: skip
     app.add_api_route("/predict", server.predict, methods=["POST"], openapi_extra=PREDICT, summary="Predict inputs")
-    app.add_api_route("/about", server.about, openapi_extra=ABOUT, summary="The network, its inputs, and examples")
-    app.add_api_route("/health", server.health, openapi_extra=HEALTH, summary="Whether the server answers")
-    app.add_api_route("/metrics", server.metrics_text, openapi_extra=METRICS, summary="Numbers for Prometheus")
+    app.add_api_route("/about", server.about, openapi_extra=ABOUT, summary="Describe the network, with examples")
+    app.add_api_route("/health", server.health, openapi_extra=HEALTH, summary="Check that the server runs")
+    app.add_api_route("/metrics", server.metrics_text, openapi_extra=METRICS, summary="Metrics for Prometheus")
     app.add_api_route("/", server.page, include_in_schema=False)
     app.add_api_route("/docs", lambda: _html(docs_page(app.openapi())), include_in_schema=False)
     app.add_exception_handler(Refused, _refusal)
     app.add_exception_handler(HTTPException, _refusal)
-    app.add_middleware(Watched, metrics=server.metrics)
+    app.add_middleware(RequestMiddleware, metrics=server.metrics)
     return app
 
 
@@ -86,7 +86,7 @@ class Server:
             network.answer, rows=BATCH, wait=wait, waiting=4 * max(BATCH, self.limits.rows), watch=self.metrics.batch
         )
         self.readers = ThreadPoolExecutor(READERS, "readers")
-        self.under_way = 0
+        self.running = 0
         self._about = self._described()
 
     def close(self) -> None:
@@ -100,18 +100,18 @@ class Server:
         """Answer the inputs of a request."""
         self._authorise(request)
         level = _level(request, self.level)
-        if self.under_way >= self.limits.requests:
+        if self.running >= self.limits.requests:
             raise Refused(f"{self.limits.requests} requests are running, try again in a second", 503)
-        self.under_way += 1
+        self.running += 1
         try:
             async with asyncio.timeout(self.limits.seconds):
                 inputs, answers = await self._answered(request, level)
         except TimeoutError as error:
             raise Refused(f"the request took longer than {self.limits.seconds:g} seconds", 504) from error
         finally:
-            self.under_way -= 1
-        told = {"level": level, "conformal": self.network.has_conformal, "notes": notes_on(inputs)}
-        return _json({"answers": answers, **told})
+            self.running -= 1
+        notes = notes_on(inputs)
+        return _json({"answers": answers, "level": level, "conformal": self.network.has_conformal, "notes": notes})
 
     async def about(self, request: Request) -> Response:
         """Describe the network, its inputs, and examples."""
@@ -126,7 +126,7 @@ class Server:
         """Return the server's metrics."""
         self._authorise(request)
         return Response(
-            self.metrics.text(self.under_way, self.batcher.waiting),
+            self.metrics.text(self.running, self.batcher.waiting),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
@@ -175,18 +175,18 @@ class Server:
             "calibrated": isinstance(network.trained.net, Calibrated),
             "conformal": network.has_conformal,
             "limits": {"bytes": self.limits.size, "rows": self.limits.rows, "seconds": self.limits.seconds},
-            "runs": network.how,
+            "runs": network.description,
             "examples": examples(data, network.held_out),
         }
 
 
 async def _body(request: Request, most: int) -> bytes:
     """Read the body, up to the size limit."""
-    told = request.headers.get("content-length", "")
+    length = request.headers.get("content-length", "")
     body = bytearray()
     try:
-        if told.isdigit() and int(told[:20]) > most:
-            raise Refused(f"the body must have {most:,} bytes at most, got {int(told[:20]):,}", 413)
+        if length.isdigit() and int(length[:20]) > most:
+            raise Refused(f"the body must have {most:,} bytes at most, got {int(length[:20]):,}", 413)
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
@@ -225,15 +225,15 @@ async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         return _json({"error": error.sentence}, error.status, REFUSED_WITH.get(error.status))
     assert isinstance(error, HTTPException)
-    told = {
+    sentences = {
         404: f"unknown path {request.url.path!r}: see /docs",
         405: f"{request.url.path!r} does not accept {request.method}: see /docs",
     }
-    sentence = told.get(error.status_code, str(error.detail))
+    sentence = sentences.get(error.status_code, str(error.detail))
     return _json({"error": sentence}, error.status_code, dict(error.headers or {}))
 
 
-class Watched:
+class RequestMiddleware:
     """Middleware that counts and times requests, adds headers, and turns unexpected errors into responses."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -255,7 +255,7 @@ class Watched:
         try:
             await self.app(scope, receive, sending)
         except Exception:
-            log.exception("the request %s %s failed", scope["method"], scope["path"])
+            log.exception("%s %s failed", scope["method"], scope["path"])
             if not status:
                 failed = _json({"error": "internal error; see the server's log"}, 500)
                 await failed(scope, receive, sending)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.features import PARTS, Category, Date, Feature, Number, parts_of
+from multitudes.lab.data.tables.features import DATE_PARTS, Category, Date, Feature, Number, date_parts
 from multitudes.lab.data.tables.numbers_and_dates import (
     AMBIGUOUS,
     ORDERS,
@@ -212,8 +212,8 @@ class _Reader:
         *_, train = self._measured(column.days(order))
         missing = len(train) < len(self.rows)
         start = train.min().floor().item()
-        found_parts = parts_of(train, start)
-        parts = tuple(part for part in PARTS if len(found_parts[part].unique()) > 1)
+        found_parts = date_parts(train, start)
+        parts = tuple(part for part in DATE_PARTS if len(found_parts[part].unique()) > 1)
         if order != "ymd":
             self.notes.append("day first" if order == "dmy" else "month first")
         return Date(self.name, parts or ("days",), order, start, _median(train), missing)

@@ -107,16 +107,16 @@ class Number(Feature):
         return torch.where(x[:, 1] > 0, torch.nan, values) if self.flag else values
 
 
-PARTS = ("year", "month", "day", "weekday", "hour", "days")
+DATE_PARTS = ("year", "month", "day", "weekday", "hour", "days")
 """Parts of a date: the weekday counts from Monday as 0, hours have a fraction, and days count from a start day."""
 
 
 @dataclass(frozen=True)
 class Date(Feature):
-    """A date as some of its `PARTS`. Missing values become `fill`; with `flag`, a last feature marks them."""
+    """A date as some of its `DATE_PARTS`. Missing values become `fill`; with `flag`, a last feature marks them."""
 
     kind: ClassVar[str] = "date"
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = DATE_PARTS
     order: str = "ymd"
     """Order of year, month and day for dates read from texts."""
     start: float = 0.0
@@ -140,11 +140,11 @@ class Date(Feature):
     @classmethod
     def joint(cls, features: Sequence[Date], raw: Tensor) -> Tensor:
         days, missing = _filled(raw, [each.fill for each in features])
-        found = parts_of(days, _row([each.start for each in features], raw))
-        names = (*PARTS, "missing")
+        found = date_parts(days, _row([each.start for each in features], raw))
+        names = (*DATE_PARTS, "missing")
         own = [(*each.parts, "missing") if each.flag else each.parts for each in features]
         places = [[len(features) * names.index(part) + at for part in parts] for at, parts in enumerate(own)]
-        return _chosen([*(found[part].float() for part in PARTS), missing.float()], places)
+        return _chosen([*(found[part].float() for part in DATE_PARTS), missing.float()], places)
 
     def restored(self, x: Tensor) -> Tensor:
         found = dict(zip(self.parts, x.double().unbind(1), strict=False))
@@ -154,10 +154,10 @@ class Date(Feature):
         return torch.where(x[:, -1] > 0, torch.nan, days) if self.flag else days
 
 
-def parts_of(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
-    """Return the `PARTS` of dates, given in float64 as days since 1970-01-01, each in the shape of `days`.
+def date_parts(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
+    """Return the `DATE_PARTS` of dates, given in float64 as days since 1970-01-01, each in the shape of `days`.
 
-    >>> {part: value.item() for part, value in parts_of(torch.tensor([18321.75], dtype=torch.float64)).items()}
+    >>> {part: value.item() for part, value in date_parts(torch.tensor([18321.75], dtype=torch.float64)).items()}
     {'year': 2020.0, 'month': 2.0, 'day': 29.0, 'weekday': 5.0, 'hour': 18.0, 'days': 18321.75}
     """
     seconds = (days * 86400).round()

@@ -20,7 +20,7 @@ CLASSES = 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class LoadOptions:
     """Options for reading a source: the arguments of `load` with these names."""
 
     target: str | None = None
@@ -62,10 +62,10 @@ class TableEncoder:
     """Description of how all columns were read, including those left out; set when the encoder is fitted."""
 
     @classmethod
-    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice | None = None) -> TableEncoder:
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, options: LoadOptions | None = None) -> TableEncoder:
         """Fit an encoder for these columns to these rows."""
-        choice = choice or Choice()
-        features, reading = read_columns(columns, rows, choice.read_as, choice.columns is not None)
+        options = options or LoadOptions()
+        features, reading = read_columns(columns, rows, options.read_as, options.columns is not None)
         if not features:
             left_out = "; ".join(f"{each.name!r}: {each.dropped}" for each in reading)
             raise ValueError(f"columns= must name the features, since all columns were left out ({left_out})")
@@ -105,18 +105,18 @@ class TableEncoder:
         return Encoded(x, list(range(len(rows))), unknown=int(unknown.sum()), filled=filled)
 
 
-def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Column]:
+def choose_columns(source: Source, target: str, options: LoadOptions) -> dict[str, Column]:
     """Return the candidate feature columns: the given ones, or all except the target and `drop`."""
-    for name in choice.drop:
+    for name in options.drop:
         source.column("drop", name)
-    check_read_as(choice.read_as, source.columns, source.name)
-    if twice := [name for name in choice.read_as if name in choice.drop]:
+    check_read_as(options.read_as, source.columns, source.name)
+    if twice := [name for name in options.read_as if name in options.drop]:
         raise ValueError(f"read_as of {twice[0]!r} must be left out, since drop= leaves this column out")
-    names = [name for name in source.columns if name != target] if choice.columns is None else list(choice.columns)
-    for argument, own in (("columns", names), ("drop", choice.drop), ("read_as", choice.read_as)):
+    names = [name for name in source.columns if name != target] if options.columns is None else list(options.columns)
+    for argument, own in (("columns", names), ("drop", options.drop), ("read_as", options.read_as)):
         if target in own:
             raise ValueError(f"{argument} must not name the target {target!r}, got {list(own)}")
-    chosen = {name: source.column("columns", name) for name in names if name not in choice.drop}
+    chosen = {name: source.column("columns", name) for name in names if name not in options.drop}
     if not chosen:
         raise ValueError(f"columns must leave a feature beside the target {target!r} in {source.name}, got none")
     return chosen
