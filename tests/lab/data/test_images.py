@@ -176,7 +176,7 @@ def test_columns_are_found_or_given(tmp_path: Path) -> None:
         "image='fine' must be a column of images, got one of kind text": {"image": "fine"},
         "image='middle' is not a column of x.parquet, which has left, right, fine, n": {"image": "middle"},
         "target='right' must hold numbers or texts, got image": {"image": "left", "target": "right"},
-        "columns= is not for x.parquet, which holds images: leave it out": {"image": "left", "columns": ["n"]},
+        "columns= does not apply to x.parquet, which holds images: leave it out": {"image": "left", "columns": ["n"]},
     }
     refused(path, cases)
 

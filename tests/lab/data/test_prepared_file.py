@@ -58,7 +58,7 @@ def test_photographs_have_the_pixels_of_the_test_digits_in_other_places(digits: 
     assert torch.equal(photographs.flatten(1).sort().values, theirs.flatten(1).sort().values)
     assert not (photographs == theirs).flatten(1).all(1).any()
     assert len(photographs.flatten(1).unique(dim=0)) == 400
-    with raises("target= does not change 'digits', which is prepared: leave it out"):
+    with raises("target= has no effect on 'digits', which is prepared: leave it out"):
         md.load("digits", target="label")
 
 

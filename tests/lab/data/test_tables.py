@@ -252,7 +252,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "columns='weight' is not a column of flowers.csv, which has id, size, colour, kind": {"columns": ["weight"]},
     "columns must not name the target 'kind', got ['kind']": {"columns": ["kind"]},
     "columns must be a list of names, got 'size'": {"columns": "size"},
-    "size= is not for flowers.csv, which holds rows: leave it out": {"size": 8},
+    "size= does not apply to flowers.csv, which holds rows: leave it out": {"size": 8},
     "task='regression' needs numbers to predict, but 'kind' holds texts like 'a'": {"task": "regression"},
     "task must be None, classification or regression, got 'ranking'": {"task": "ranking"},
     "validation=0.5 and test=0.5 must sum to less than 1": {"validation": 0.5, "test": 0.5},

@@ -119,7 +119,7 @@ def test_a_text_beside_an_image_is_read_where_it_is_named(folder: Path, tmp_path
     texts, labels = zip(*reviews(60), strict=True)
     parquet.write_table(arrow.table({"image": images, "caption": texts, "label": labels}), tmp_path / "both.parquet")
     assert read(folder, tmp_path / "both.parquet", text="caption").kind.name == "text"
-    with raises("tokenizer= is for texts, and both.parquet holds images: leave it out"):
+    with raises("tokenizer= does not apply to both.parquet, which holds images: leave it out"):
         read(folder, tmp_path / "both.parquet")
 
 

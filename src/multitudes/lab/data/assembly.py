@@ -53,46 +53,52 @@ def load(
 ) -> Data:
     """Read data to train and evaluate networks on.
 
-    `source` is one of
+    Images are decoded into memory, 1 byte per value. A column of a table becomes numbers, dates (year, month, day,
+    weekday, hour, and a running number of days) or categories (one feature each; rare ones share one). Ids and constant
+    columns are left out. Missing numbers and dates are filled with the median and flagged by an extra feature; a
+    missing text is a category. `Data.reading` describes how each column was read.
 
-    - `"digits"`, from scikit-learn (see `digits`), or a file that `save` prepared (`.mtdata`): used as they are;
-    - a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`;
-    - a Parquet or CSV file, or a folder of them, whose names may contain their part (`train-00.parquet`, `test.csv`);
-    - a folder of images, one folder per class, optionally inside `train` and `test`;
-    - a `.npz` file with arrays `X` and `y`, and optionally `train_idx` and `test_idx`, where `fold` selects a split.
+    The parts of the source are used. Missing ones are drawn from its training part, stratified by class.
 
-    If there is a column of images (`image`, or the only one), these are the inputs, and `target` is the label, found by
-    its type or name. Images are decoded into memory, 1 byte per value, and resized to `size` (a number, or height and
-    width) if given. With a `tokenizer`, a Hugging Face folder or a name in the hub's local cache, the inputs are texts:
-    those of the column `text`, or of the only text column, as token ids, at most `max_length` of them (default 256).
-    Anything else is a table: `target` is required, and the features are `columns`, or all other columns except `drop`.
-    Texts, booleans and integers with few values are predicted as classes, all other numbers by regression (see
-    `targets`), unless `task` overrides this.
+    Args:
+        source: One of
 
-    Each column of a table is read as numbers, dates (year, month, day, weekday, hour, and a running number of days) or
-    categories (one feature each; rare ones share one), depending on its values or on `read_as`: `{"day": "date", "zip":
-    "category"}`, or `"number"`, `"text"` (left out), and `"dmy"` and `"mdy"` for dates with the day or the month first.
-    Ids and constant columns are left out. Missing numbers and dates are filled with the median and flagged by an extra
-    feature; a missing text is a category. `Data.reading` describes how each column was read.
+            - `"digits"`, from scikit-learn (see `digits`), or a file that `save` wrote (`.mtdata`), used as they are;
+            - a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`;
+            - a Parquet or CSV file, or a folder of them; file names may contain the part (`train-00.parquet`);
+            - a folder of images, one folder per class, optionally inside `train` and `test`;
+            - a `.npz` file with arrays `X` and `y`, and optionally `train_idx` and `test_idx` for its own splits.
+        target: Column to predict, required for tables; otherwise, the label is found by its type or name. Texts,
+            booleans and integers with few values are classes, other numbers regression (see `targets`).
+        image: Column of images; needed if there are several. Images take precedence over a table.
+        columns: Features of a table; default: all columns except the target and `drop`.
+        drop: Columns of a table to leave out.
+        read_as: Types of columns, such as `{"day": "date", "zip": "category"}`; also `"number"`, `"text"` (left out),
+            and `"dmy"` or `"mdy"` for dates with the day or the month first.
+        split: Column with the part of each row.
+        task: "classification" or "regression", to override the type of the target.
+        fold: Fold that is the test part, with `folds`; or split of a `.npz` file.
+        folds: Number of folds of a cross-validation.
+        size: Size to which images are resized: a number, or height and width.
+        ood: Other sources of out-of-distribution inputs (their test part, if any): images converted to the shape of
+            the data, or tables with the same columns.
+        validation: Share of the training part for validation; default: 0.15 for tables, otherwise 0.1.
+        test: Share of the training part for testing.
+        seed: Seed of the drawn parts.
+        limit: Maximum number of rows per part.
+        skip_bad: Leave out rows without target, without any input, or with an unreadable image, and count them in
+            `Data.dropped`. By default, they raise an error that names the first ones.
+        numbers: Preprocessing of a table's numbers: "quantile" for normal scores, or "standard" for zero mean and unit
+            standard deviation, fitted to the training part.
+        text: Column of texts; needed if there are several.
+        tokenizer: Hugging Face folder, or name in the hub's local cache. With it, the inputs are texts as token ids.
+        max_length: Maximum number of tokens per text; default: 256.
+        pixels: Mean and standard deviation of each image channel, for pixels in 0 to 1; default: those of the training
+            part.
 
-    Parts of the source are used, or those given by a column `split`. Missing parts are drawn by `seed` from the
-    training part, stratified by class, as shares `validation` and `test` of it; the default validation share is 0.1 for
-    images and 0.15 for tables. `limit` keeps that many rows of each part, drawn the same way. With `folds=K` the test
-    part is fold number `fold` of a cross-validation: every row is in one of K test parts. A `.npz` file with its own
-    splits uses these as folds.
-
-    `numbers` selects the preprocessing of a table's numbers: "quantile" for normal scores, or "standard" for zero mean
-    and unit standard deviation; both are fitted to the training part. `pixels` are the mean and standard deviation of
-    each image channel, for pixels in 0 to 1, instead of those of the training part.
-
-    `ood` are other sources, whose inputs (of their test part, if they have one) become out-of-distribution inputs:
-    images converted to the shape of the data, or tables with the same columns.
-
-    A row without its target, without any input, or with an unreadable image raises an error that names the first such
-    rows; with `skip_bad=True` such rows are left out and counted in `Data.dropped`.
-
-    >>> load("digits", limit=50)
-    Data('digits': 50 + 50 + 50 images of [1, 8, 8], 10 classes, 50 photographs)
+    Example:
+        >>> load("digits", limit=50)
+        Data('digits': 50 + 50 + 50 images of [1, 8, 8], 10 classes, 50 photographs)
     """
     others = [ood] if isinstance(ood, str | Path) else list(ood)
     for given in (source, *others):
@@ -114,7 +120,7 @@ def load(
         data = _from_source(opened, short_name(source), options)
         data = replace(data, numbers=numbers) if data.kind.named else data
     elif useless := _given(options, "target", "split", "task", "fold", "folds", *_options()):
-        raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
+        raise ValueError(f"{useless[0]}= has no effect on {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
     return add_ood(data, others, image=image, skip_bad=skip_bad, seed=seed, limit=limit)
@@ -129,7 +135,7 @@ def add_ood(
     seed: int = 0,
     limit: int | None = None,
 ) -> Data:
-    """Add the inputs of other sources as out-of-distribution inputs; the arguments are those of `load`."""
+    """Add the inputs of other sources as out-of-distribution inputs; for the arguments, see `load`."""
     for source in sources:
         name = short_name(source)
         if name in data.ood:
@@ -166,11 +172,8 @@ def _options() -> list[str]:
 def _from_source(source: Source, name: str, options: LoadOptions) -> Data:
     kind, found = kind_of_source(source, options, options.target or source.target)
     target = find_target(source, options.target, found)
-    for option in _given(options, *_options()):
-        if option == "tokenizer" and option not in kind.options:
-            raise ValueError(f"tokenizer= is for texts, and {source.name} holds {kind.inputs}: leave it out")
-        if option not in kind.options:
-            raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
+    if useless := [option for option in _given(options, *_options()) if option not in kind.options]:
+        raise ValueError(f"{useless[0]}= does not apply to {source.name}, which holds {kind.inputs}: leave it out")
     inputs = kind.choose(source, target, options)
     bad = BadRows(source, options.skip_bad, kind, inputs, target)
     y, classes = bad.targets(target, None if options.task is None else TASKS[options.task])
@@ -211,15 +214,15 @@ def _note_duplicates(train: Part, test: Part) -> str:
 def _whole_reading(
     source: Source, target: str, classes: Sequence[str], options: LoadOptions, reading: Sequence[ColumnReading]
 ) -> tuple[ColumnReading, ...]:
-    """Return how all columns of a table were read, in order, including the target and unread columns."""
+    """Describe all columns of a table in order, including the target and unread columns."""
     if not reading:
         return ()
     found = {each.name: each for each in reading}
     column = source.columns[target]
     values = column.values[~column.values.isnan()].unique() if column.numeric else set(column.values) - {None}
     missing = len(column.missing())
-    what = "classes" if classes else "a number"
-    found[target] = ColumnReading(target, "target", len(values), missing, note=f"{what} to predict")
+    note = "predicted as a class" if classes else "predicted as a number"
+    found[target] = ColumnReading(target, "target", len(values), missing, note=note)
     for name in source.columns:
         reason = "excluded by the user" if name in options.drop else "not among the selected columns"
         found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))
@@ -289,19 +292,18 @@ def _check(options: LoadOptions) -> None:
         raise ValueError(f"read_as must be a mapping from names of columns, got {options.read_as!r}")
     check_count("fold", options.fold, 0)
     if options.folds is not None:
-        if isinstance(options.folds, bool) or not isinstance(options.folds, int) or options.folds < 2:
-            raise ValueError(f"folds must be None or a whole number, 2 or more, got {options.folds!r}")
+        check_count("folds", options.folds, 2)
         if options.fold >= options.folds:
-            raise ValueError(f"fold must be one of the {options.folds} folds, counted from 0, got {options.fold}")
+            raise ValueError(f"fold must be below folds={options.folds}, got {options.fold}")
 
 
-# -- rows that cannot be used --------------------------------------------------------------------------------
+# -- bad rows ----------------------------------------------------------------------------------------------
 
 
 class BadRows:
-    """Rows of a source that cannot be used, with the reason: an error, or with `skip` left out and counted.
+    """Unusable rows of a source, by reason. They raise an error, or with `skip` are left out and counted.
 
-    A row must have all `needed` values and all inputs, or a single input if the kind of data fills in missing ones.
+    A row needs all values of the columns `needed` and all inputs; tables, which impute values, need only one input.
     """
 
     def __init__(self, source: Source, skip: bool, kind: Kind, inputs: Mapping[str, Column], *needed: str) -> None:
@@ -338,7 +340,7 @@ class BadRows:
         raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
 
     def targets(self, name: str, as_classes: bool | None) -> tuple[Tensor, tuple[str, ...]]:
-        """Return the targets of all rows and the class names, as `tables.targets` derives them from usable rows."""
+        """Return the targets of all rows and the class names, which depend on the usable rows only."""
         rows = self.usable()
         if not len(rows):
             raise ValueError(f"{self.source.name} has no usable row: {', '.join(self.counts())}")

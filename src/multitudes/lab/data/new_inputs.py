@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from multitudes.base.checks import plural
 from multitudes.lab.data.assembly import BadRows, load
 from multitudes.lab.data.kinds import kind_of_source
 from multitudes.lab.data.parts import Data
@@ -22,7 +23,7 @@ from multitudes.lab.data.tables.table import LoadOptions, find_target
 class Inputs:
     """Inputs `[N, ...]` like those of training, each with a name.
 
-    `bad` counts unreadable inputs; `unknown` counts rows with a category that training has not; `filled` counts imputed
+    `bad` counts unreadable inputs; `unknown` counts rows with an unknown category; `filled` counts imputed
     values by column; `notes` are further remarks.
     """
 
@@ -82,11 +83,10 @@ def texts_source(texts: Sequence[str], data: Data) -> Source:
 
 def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
     """Return sentences on unknown categories and missing values."""
-    told = [
-        f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that does not occur in the training data"
-    ]
-    return told * bool(unknown) + [
-        f"{name!r} is missing in {count} row{'' if count == 1 else 's'} and was imputed as in training"
+    rows = "1 row has" if unknown == 1 else f"{unknown} rows have"
+    sentences = [f"{rows} a category that does not occur in the training data"] if unknown else []
+    return sentences + [
+        f"{name!r} is missing in {plural(count, 'row')} and was imputed as in training"
         for name, count in filled.items()
     ]
 
@@ -118,9 +118,9 @@ def labelled(
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no usable row")
-    left_out = [f"Left out {n} bad row{'' if n == 1 else 's'}: {reason}" for reason, n in bad.counts().items()]
-    told = left_out + remarks(encoded.unknown, encoded.filled) + list(encoded.notes.values())
-    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), told
+    left_out = [f"Left out {plural(count, 'bad row')}: {reason}" for reason, count in bad.counts().items()]
+    notes = [*left_out, *remarks(encoded.unknown, encoded.filled), *encoded.notes.values()]
+    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), notes
 
 
 def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:

@@ -25,12 +25,13 @@ NETWORK_TASKS = {"classification": "classification", "regression": "gaussian"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Part:
-    """One part of a data set, N inputs and their targets, on the CPU.
+    """One part of a data set: N inputs and their targets, on the CPU.
 
-    `x` are images, uint8 `[N, C, H, W]`; features of a table, float32 `[N, F]`, not standardised; or tokens of texts,
-    int32 `[N, T]`, padded with -1. `y` are classes, int64 `[N]`, or numbers of a regression, float32 `[N]`, in their
-    own units. `files` are the encoded images that decode to `x`, if known; a prepared file stores them instead of the
-    pixels. For texts, they are the texts themselves.
+    Args:
+        x: Images, uint8 `[N, C, H, W]`; table features, float32 `[N, F]`, not standardised; or tokens, int32 `[N, T]`,
+            padded with -1.
+        y: Classes, int64 `[N]`, or numbers, float32 `[N]`, in their own units.
+        files: Encoded images that decode to `x`, or texts, if known. A prepared file stores them instead of pixels.
     """
 
     x: Tensor
@@ -57,12 +58,20 @@ class Part:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Training, validation and test part, and out-of-distribution inputs, which belong to none of the classes.
+    """A data set: training, validation and test part, and out-of-distribution inputs.
 
-    `classes` are the class names, empty for regression; `columns` the names of a table's features, empty for images;
-    `ood` out-of-distribution inputs by name, each like `x`; `dropped` counts bad rows that were left out, by reason;
-    `features` define how the columns of a table become features, by default as plain numbers (see `encoder`); `reading`
-    describes how each column of the source was read; `numbers` is the preprocessing of a table's numbers (`NUMBERS`).
+    Args:
+        name: Name of the data.
+        train: Training part.
+        validation: Validation part.
+        test: Test part.
+        classes: Class names; empty for regression.
+        columns: Names of a table's features; empty for images and texts.
+        ood: Out-of-distribution inputs by name, each like `x`.
+        dropped: Number of bad rows that were left out, by reason.
+        features: Encoding of the columns; default: plain numbers.
+        reading: Description of how each column of the source was read.
+        numbers: Preprocessing of a table's numbers, "quantile" or "standard".
 
     >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
     >>> data = Data("two points", part, part, part, columns=("a",), numbers="standard")
@@ -161,8 +170,8 @@ class Data:
         place = (x.device, x.dtype)
         if place not in self._copies:  # cached: a copy to a GPU synchronises with it
             self._copies[place] = copy.deepcopy(self.preprocessing).to(x)
-        seen: Tensor = self._copies[place](x)
-        return seen
+        found: Tensor = self._copies[place](x)
+        return found
 
     def normalised(self, x: Tensor) -> Tensor:
         """Scale and preprocess inputs for the network."""
@@ -206,7 +215,7 @@ class Data:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that a result can depend on: equal data have equal fingerprints."""
+        """SHA-256 of everything that can affect a result."""
         names = [self.classes, self.columns, tuple(self.ood)]
         if self.kind.named and self.numbers != "standard":
             names.append((self.numbers,))

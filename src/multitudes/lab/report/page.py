@@ -84,5 +84,6 @@ def page(results: Results) -> str:
     """Return the whole page as text."""
     return render(
         "page.html", results=results, methods=results.methods, answer=results.recommendation,
-        figure=answer_figure(results), sections=sections(results), most=HIGHLIGHTED, css=resource("page.css"), script=resource("page.js"),
+        figure=answer_figure(results), sections=sections(results), most=HIGHLIGHTED, css=resource("page.css"),
+        script=resource("page.js"),
     )  # fmt: skip
