@@ -1,4 +1,4 @@
-"""Real data sets, where `MULTITUDES_DATA` says that they are."""
+"""Real data sets in the folder `MULTITUDES_DATA`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-def test_cifar10_has_its_known_moments_and_comes_back_from_a_prepared_file(tmp_path: Path) -> None:
+def test_cifar10_has_its_known_moments(tmp_path: Path) -> None:
     data = md.load(ROOT / "cifar10", ood=[ROOT / "svhn", ROOT / "mnist"])
     assert [len(part) for part in data.parts.values()] == [45000, 5000, 10000] and data.shape == (3, 32, 32)
     assert data.train.y.bincount().tolist() == [4500] * 10 and data.test.y.bincount().tolist() == [1000] * 10
