@@ -40,20 +40,6 @@ def test_cifar10_has_its_known_moments(tmp_path: Path) -> None:
     assert md.read(md.save(data, tmp_path / "cifar10.mtdata")).fingerprint == data.fingerprint
 
 
-def test_mnist_has_its_known_moments() -> None:
-    data = md.load(ROOT / "mnist")
-    assert [len(part) for part in data.parts.values()] == [54000, 6000, 10000] and data.shape == (1, 28, 28)
-    assert (data.preprocessing.mean.item(), data.preprocessing.std.item()) == pytest.approx((0.1307, 0.3081), abs=1e-3)
-    assert data.test.y[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
-
-
-def test_svhn_is_split_in_three() -> None:
-    data = md.load(ROOT / "svhn")
-    counts = sum(part.y.bincount() for part in data.parts.values())
-    assert counts.tolist() == [1744, 5099, 4149, 2882, 2523, 2384, 1977, 2019, 1660, 1595]
-    assert [len(part) for part in data.parts.values()] == [18223, 2603, 5206]
-
-
 @pytest.mark.parametrize("name", UCI)
 def test_uci_sets_have_their_own_splits(name: str) -> None:
     train, test, features = UCI[name]
