@@ -8,7 +8,7 @@ import pytest
 
 from multitudes.lab import data as datasets
 from multitudes.lab.data import Data
-from multitudes.lab.serve.limits import Limits
+from multitudes.lab.serve.requests import Limits
 from multitudes.lab.serve.served_network import ServedNetwork
 from multitudes.lab.study.run.store import Run
 from tests.lab.cli.test_predict import garden

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from multitudes.lab.serve.limits import Limits
+from multitudes.lab.serve.requests import Limits
 from multitudes.lab.serve.served_network import ServedNetwork
 from multitudes.tasks.predictive import Predictive
 from tests.lab.serve.serve_cases import IMAGE, JSON, OAK, PNG, WAIT, Client, base64_png, eventually, in_thread, png

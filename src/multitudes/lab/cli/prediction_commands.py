@@ -188,7 +188,7 @@ def serve(
         needed(module, "serve", "multitudes serve")
     from multitudes.lab.cli.screen import say
     from multitudes.lab.serve.http_app import create_app
-    from multitudes.lab.serve.limits import Limits
+    from multitudes.lab.serve.requests import Limits
     from multitudes.lab.serve.served_network import ServedNetwork
     from multitudes.lab.serve.server import is_loopback, listen, run
     from multitudes.lab.study.run.trained_network import Trained

@@ -112,7 +112,7 @@ def load(
     )  # fmt: skip
     _check(options)
     check_choice("numbers", numbers, NUMBERS)
-    whole = _prepared(source)
+    whole = prepared(source)
     if whole is None:
         opened = open_source(source, split, fold if folds is None else 0)
         if folds is not None and opened.arrays and "test" in opened.parts:
@@ -140,7 +140,7 @@ def add_ood(
         name = short_name(source)
         if name in data.ood:
             raise ValueError(f"{data.name} already has out-of-distribution inputs with the name {name!r}")
-        whole = _prepared(source)
+        whole = prepared(source)
         if whole is None:
             opened = open_source(source)
             inputs = data.encoder.columns(opened, image)
@@ -240,7 +240,7 @@ def _parts(source: Source, rows: Mapping[str, Tensor], encoded: Encoded, y: Tens
         yield Part(encoded.x[start:end], y[kept[start:end]], encoded.files[start:end])
 
 
-def _prepared(source: str | Path) -> Data | None:
+def prepared(source: str | Path) -> Data | None:
     """Return data that need no assembling; None for other sources."""
     if source == "digits":
         return digits()

@@ -115,23 +115,23 @@ def _allocate(count: int, channels: int, height: int, width: int) -> Tensor:
 
 def _grey_or_rgb(image: Any) -> Any:
     """Convert an image to mode L or RGB, and apply its EXIF orientation."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
     image.load()
-    if image.getexif().get(0x0112, 1) != 1:  # taken with a rotated camera
-        image = needed("PIL.ImageOps", "data", "reading images").exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
-        # Pillow would clip values above 255 instead of scaling.
-        values = needed("numpy", "data", "reading images").asarray(image)
-        return needed("PIL.Image", "data", "reading images").fromarray((values >> 8).astype("uint8"))
+        return Image.fromarray((np.asarray(image) >> 8).astype("uint8"))  # Pillow would clip values above 255
     if image.mode in ("I", "F"):
         raise ValueError(f"32-bit pixels, mode {image.mode}, are not supported")
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
 
 
 def _resize(image: Any, height: int, width: int) -> Any:
-    if image.size == (width, height):
-        return image
-    method = needed("PIL.Image", "data", "resizing images").Resampling.BILINEAR
-    return needed("PIL.ImageOps", "data", "resizing images").fit(image, (width, height), method)
+    from PIL import Image, ImageOps
+
+    same = image.size == (width, height)
+    return image if same else ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
 
 
 def _pixels(image: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multitudes.base.checks import plural
-from multitudes.lab.data.assembly import BadRows, load
+from multitudes.lab.data.assembly import BadRows, prepared
 from multitudes.lab.data.kinds import kind_of_source
 from multitudes.lab.data.parts import Data
 from multitudes.lab.data.sources import Source, open_source
@@ -98,8 +98,7 @@ def labelled(
 
     Also return sentences on bad rows that were left out and on imputed values.
     """
-    if source == "digits" or source.lower().endswith(".mtdata"):
-        other = load(source)
+    if (other := prepared(source)) is not None:
         if (other.kind, other.columns, other.task) != (data.kind, data.columns, data.task):
             raise ValueError(f"the data must match the training data, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import logging
@@ -12,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -23,16 +26,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.lab.data.new_inputs import Inputs
+from multitudes.lab.report.render import render, resource
 from multitudes.lab.serve.batching import Batcher, QueueFull
 from multitudes.lab.serve.held_out import columns_of, examples
-from multitudes.lab.serve.limits import Limits, Refused
 from multitudes.lab.serve.openapi import ABOUT, HEALTH, METRICS, PREDICT
-from multitudes.lab.serve.pages import docs_page, page, policy
 from multitudes.lab.serve.prometheus import ServerMetrics
-from multitudes.lab.serve.requests import notes_on, read_request
+from multitudes.lab.serve.requests import Limits, Refused, notes_on, read_request
 from multitudes.lab.serve.served_network import Answers, Question, ServedNetwork
 
-log = logging.getLogger("multitudes.lab.serve")
+HERE = "multitudes.lab.serve"
+log = logging.getLogger(HERE)
 
 READERS = 4
 """Number of bodies read at once: an image may take as much memory as it has pixels."""
@@ -60,7 +63,7 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
     app.add_api_route("/health", server.health, openapi_extra=HEALTH, summary="Check that the server runs")
     app.add_api_route("/metrics", server.metrics_text, openapi_extra=METRICS, summary="Metrics for Prometheus")
     app.add_api_route("/", server.page, include_in_schema=False)
-    app.add_api_route("/docs", lambda: _html(docs_page(app.openapi())), include_in_schema=False)
+    app.add_api_route("/docs", lambda: _page("docs.html", openapi=app.openapi()), include_in_schema=False)
     app.add_exception_handler(Refused, _refusal)
     app.add_exception_handler(HTTPException, _refusal)
     app.add_middleware(RequestMiddleware, metrics=server.metrics)
@@ -132,7 +135,7 @@ class Server:
 
     async def page(self) -> Response:
         """Return the page for people; it loads its content from `/about`."""
-        return _html(page())
+        return _page("page.html", script=resource("templates/page.js", HERE))
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
@@ -217,8 +220,25 @@ def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
-def _html(html: str) -> Response:
-    return Response(html, headers={"Content-Security-Policy": policy(html)}, media_type="text/html")
+def _page(template: str, **values: Any) -> Response:
+    """Render a page that loads no external resources; only its own style sheet and script may run."""
+    html = render(template, HERE, css=resource("page.css") + resource("templates/serve.css", HERE), **values)
+    return Response(html, headers={"Content-Security-Policy": _policy(html)}, media_type="text/html")
+
+
+@cache
+def _policy(html: str) -> str:
+    allowed = {
+        name: " ".join(f"'sha256-{_digest(text)}'" for text in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))
+        for name, tag in (("style-src", "style"), ("script-src", "script"))
+    }
+    own = "; ".join(f"{name} {digests or repr('none')}" for name, digests in allowed.items())
+    rest = "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; {own}; {rest}"
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

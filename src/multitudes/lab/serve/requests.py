@@ -13,24 +13,53 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from multitudes.base.checks import needed
+from multitudes.base.checks import check_count, check_number, needed
 from multitudes.lab.data.new_inputs import Inputs, inputs_of, remarks, texts_source
 from multitudes.lab.data.parts import Data
 from multitudes.lab.data.sources import Source
 from multitudes.lab.data.tables.columns import Column, from_cells, given
 from multitudes.lab.data.tables.features import LARGEST
 from multitudes.lab.data.tables.numbers_and_dates import decimal_marks
-from multitudes.lab.serve.limits import Limits, Refused
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Image formats that Pillow decodes itself. Others may start programs, like PostScript."""
 
 NAME = "the request"
 """Source name in messages about bad rows."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a request, and of concurrent requests."""
+
+    size: int = 10_000_000
+    """Bytes of a body."""
+    rows: int = 256
+    """Rows, images or texts of a request."""
+    pixels: int = 50_000_000
+    """Pixels of an image before it is resized."""
+    seconds: float = 30.0
+    """Seconds from the first byte of a request to its answer."""
+    requests: int = 128
+    """Concurrent requests."""
+
+    def __post_init__(self) -> None:
+        check_number("seconds", self.seconds, 0, above=True)
+        for name in ("size", "rows", "pixels", "requests"):
+            check_count(name, getattr(self, name))
+
+
+class Refused(Exception):
+    """A refused request: one sentence, and the HTTP status."""
+
+    def __init__(self, sentence: str, status: int = 422) -> None:
+        super().__init__(sentence)
+        self.sentence, self.status = sentence, status
 
 
 def read_request(body: bytes, content_type: str, data: Data, limits: Limits) -> Inputs:
