@@ -12,7 +12,7 @@ import torch
 
 from multitudes.base.checks import needed
 from multitudes.lab.data.tables.column_types import number_of
-from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, given
+from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, strip_cells
 from multitudes.lab.data.tables.features import features_of
 from multitudes.lab.data.tables.table import LoadOptions, TableEncoder
 
@@ -81,7 +81,7 @@ def _from_pandas(pa: Any, series: Any) -> Any:
         if series.dtype != object:
             raise
         texts = ["" if missing else str(value) for value, missing in zip(series, series.isna(), strict=True)]
-        return from_cells(given(texts))
+        return from_cells(strip_cells(texts))
 
 
 def _categorical(pa: Any, array: Any) -> bool:

@@ -48,7 +48,7 @@ SERIES = Kind(
         **kind_of_shape((4,)).defaults((4,), rows), "model": {"name": "mlp", "settings": {"hidden": [50]}},
     },
     arguments=lambda model, shape, outputs, taken: {"inputs": math.prod(shape), "outputs": outputs},
-    named=True,
+    has_columns=True,
 )  # fmt: skip
 
 

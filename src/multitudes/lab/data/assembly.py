@@ -118,7 +118,7 @@ def load(
         if folds is not None and opened.arrays and "test" in opened.parts:
             opened, options = open_source(source, split, fold), replace(options, folds=None)
         data = _from_source(opened, short_name(source), options)
-        data = replace(data, numbers=numbers) if data.kind.named else data
+        data = replace(data, numbers=numbers) if data.kind.has_columns else data
     elif useless := _given(options, "target", "split", "task", "fold", "folds", *_options()):
         raise ValueError(f"{useless[0]}= has no effect on {str(source)!r}, which is prepared: leave it out")
     else:
@@ -192,7 +192,7 @@ def _from_source(source: Source, name: str, options: LoadOptions) -> Data:
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, for a common shape
     train, held_out, test = _parts(source, rows, encoded, y[order])
-    seen = _note_duplicates(train, test) if kind.written else ""
+    seen = _note_duplicates(train, test) if kind.is_text else ""
     noted = [
         replace(each, note="; ".join(filter(None, [each.note, encoded.notes.get(each.name), seen])))
         for each in encoder.reading
@@ -310,12 +310,12 @@ class BadRows:
         self.source, self.skip, self.kind = source, skip, kind
         self.rows: dict[int, str] = dict(source.broken)  # row to reason
         self.details: dict[int, str] = {}
-        whole = {name: source.columns[name] for name in needed} | ({} if kind.named else dict(inputs))
+        whole = {name: source.columns[name] for name in needed} | ({} if kind.has_columns else dict(inputs))
         for name, column in whole.items():
             lacks = "is missing or not finite" if column.kind == "number" else "is missing"
             for row in column.missing():
                 self.rows.setdefault(row, f"{name!r} {lacks}")
-        if kind.named:
+        if kind.has_columns:
             empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
             for row in empty.nonzero().flatten().tolist():
                 self.rows.setdefault(row, "all inputs are missing")

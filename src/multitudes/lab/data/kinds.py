@@ -72,21 +72,21 @@ class Kind:
     """Convert inputs of another shape to this one."""
     scaled: Callable[[Tensor], Tensor] = _as_is
     """Convert inputs to floating point, before normalisation."""
-    named: bool = False
+    has_columns: bool = False
     """True if features have names. The encoder then fills in missing values, so a row needs only one value."""
     validation: float = 0.1
     """Default share of the training rows that is held out for validation."""
     feature_maps: bool = False
     """True for images: they are decoded from files, can be shifted and flipped, and integer targets are always
     classes."""
-    pictured: Callable[[Shape], bool] = lambda shape: False
+    is_picture: Callable[[Shape], bool] = lambda shape: False
     """Return whether a page can show the inputs as pictures."""
-    written: bool = False
+    is_text: bool = False
     """True for texts, which a page can show. Their shape does not identify the kind."""
 
     def describe(self, shape: Shape) -> str:
         """Describe the inputs, such as "rows of 13"."""
-        return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.written else ''}"
+        return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.is_text else ''}"
 
     def blank(self, shape: Shape) -> Tensor:
         """Return four empty inputs of a shape, as network inputs on the CPU."""
@@ -94,7 +94,7 @@ class Kind:
 
     def corruptible(self, shape: Shape) -> bool:
         """Return whether the corruptions of `mt.shift` support inputs of this shape."""
-        return self.pictured(shape) and min(shape[1:]) >= 8
+        return self.is_picture(shape) and min(shape[1:]) >= 8
 
 
 def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[str, Any]:
@@ -220,7 +220,7 @@ KINDS = [
         refit=refit,
         scaled=lambda x: x.float() / 255,
         feature_maps=True,
-        pictured=lambda shape: shape[0] in (1, 3),
+        is_picture=lambda shape: shape[0] in (1, 3),
     ),
     Kind(
         "text", "texts", torch.int32, 1, "int32 tokens [N, T]",
@@ -234,7 +234,7 @@ KINDS = [
         preprocessing=lambda x, features, numbers: CutToLongest(),
         defaults=lambda shape, rows: _defaults("", {}, **transformer_training(rows, pretrained=False)),
         arguments=_text_arguments,
-        written=True,
+        is_text=True,
     ),
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
@@ -248,7 +248,7 @@ KINDS = [
         ),
         defaults=lambda shape, rows: _defaults("tabular", {}, **table_training(rows)),
         arguments=_table_arguments,
-        named=True,
+        has_columns=True,
         validation=0.15,
     ),
 ]  # fmt: skip
@@ -261,7 +261,7 @@ def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
     >>> kind_of_shape((3, 32, 32)).name, kind_of_shape((13,)).name
     ('image', 'table')
     """
-    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else not kind.written)]
+    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else not kind.is_text)]
     return _only("shape must fit", list(shape), fitting)
 
 

@@ -72,7 +72,7 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
 
 def texts_source(texts: Sequence[str], data: Data) -> Source:
     """Wrap texts in a source; raise if `data` are not texts."""
-    if not data.kind.written:
+    if not data.kind.is_text:
         raise ValueError(
             f"text={texts[0]!r} needs a network trained on texts; this one was trained on {data.kind.inputs}"
         )
@@ -103,7 +103,7 @@ def labelled(
             raise ValueError(f"the data must match the training data, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
-    if data.kind.written:
+    if data.kind.is_text:
         kind, found = data.kind, list(data.encoder.columns(opened))
     else:
         kind, found = kind_of_source(opened, LoadOptions(image=image), target)

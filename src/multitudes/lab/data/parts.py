@@ -114,7 +114,7 @@ class Data:
                 first = int(wrong.nonzero()[0])
                 right = f"classes 0 to {len(self.classes) - 1}" if self.classes else "finite"
                 raise ValueError(f"y of {name} must be {right}, got {part.y[first].item()} at {first}")
-        if len(self.columns) != (features := self.shape[0] if self.kind.named else 0):
+        if len(self.columns) != (features := self.shape[0] if self.kind.has_columns else 0):
             raise ValueError(f"columns must name the {features} features, got {len(self.columns)}")
         if self.encoder.names != self.columns:
             raise ValueError(f"features must be those of the columns {self.columns}, got {self.encoder.names}")
@@ -162,7 +162,7 @@ class Data:
 
     def preprocess(self, x: Tensor) -> Tensor:
         """Preprocess scaled inputs for the network; tokens are cut to the longest text."""
-        if self.kind.written:
+        if self.kind.is_text:
             cut: Tensor = self.preprocessing(x)
             return cut
         if not x.is_floating_point():
@@ -217,9 +217,9 @@ class Data:
     def fingerprint(self) -> str:
         """SHA-256 of everything that can affect a result."""
         names = [self.classes, self.columns, tuple(self.ood)]
-        if self.kind.named and self.numbers != "standard":
+        if self.kind.has_columns and self.numbers != "standard":
             names.append((self.numbers,))
-        if not self.kind.named and self.features:
+        if not self.kind.has_columns and self.features:
             names.append(tuple(json.dumps(each.plain()) for each in self.features))
         tensors = [*(tensor for part in self.parts.values() for tensor in (part.x, part.y)), *self.ood.values()]
         shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]

@@ -48,7 +48,7 @@ def save(data: Data, path: str | Path) -> Path:
     for name, part in data.parts.items():
         tensors[f"{name}.y"] = part.y
         smaller = data.kind.feature_maps and 0 < sum(map(len, part.files)) < part.x.nbytes
-        if smaller or (data.kind.written and part.files and name == "test"):
+        if smaller or (data.kind.is_text and part.files and name == "test"):
             tensors[f"{name}.files"] = torch.frombuffer(bytearray(b"".join(part.files)), dtype=torch.uint8)
             tensors[f"{name}.ends"] = torch.tensor([len(file) for file in part.files]).cumsum(0)
         if not smaller:

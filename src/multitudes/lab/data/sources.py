@@ -20,7 +20,7 @@ from multitudes.base.archives import read_archive
 from multitudes.base.checks import needed
 from multitudes.base.sealed_files import DamagedError
 from multitudes.lab.data.splits import PARTS, part_named
-from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, given
+from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, strip_cells
 from multitudes.lab.data.tables.numbers_and_dates import decimal_marks
 from multitudes.lab.data.tables.quick_csv import quick_columns
 from multitudes.networks.memory import free_bytes
@@ -248,7 +248,7 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
         origins.append((_relative(path, folder), len(lines) - 1))
     if not rows:
         raise ValueError(f"{name} holds no rows")
-    texts = [given(cells) for cells in zip(*rows, strict=True)]
+    texts = [strip_cells(cells) for cells in zip(*rows, strict=True)]
     marks = decimal_marks(texts, separator)
     columns = {cell: from_cells(own, mark) for cell, own, mark in zip(header, texts, marks, strict=True)}
     return Source(name, columns, _parts_of_files(origins), origins, broken, lines=numbers)

@@ -188,8 +188,8 @@ def read_results(directory: str | Path) -> Results:
     data = None
     if run.data_path.is_file() or source == "digits":
         data = datasets.read(run.data_path) if run.data_path.is_file() else datasets.load("digits")
-    pictured = data is not None and data.kind.pictured(data.shape)
-    written = data is not None and data.kind.written and len(data.test.files) == len(data.test)
+    pictured = data is not None and data.kind.is_picture(data.shape)
+    written = data is not None and data.kind.is_text and len(data.test.files) == len(data.test)
     return Results(
         name=data.name if data is not None else Path(source).name or "data",
         task=about["task"],
@@ -199,7 +199,7 @@ def read_results(directory: str | Path) -> Results:
         classes=data.classes if data is not None else (),
         images=data.test.x.numpy() if data is not None and pictured else None,
         texts=[text.decode(errors="replace") for text in data.test.files] if data is not None and written else None,
-        table=data if data is not None and data.kind.named and data.kind.dims == 1 else None,
+        table=data if data is not None and data.kind.has_columns and data.kind.dims == 1 else None,
         importance=run.read_table("importance.json") or {},
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),

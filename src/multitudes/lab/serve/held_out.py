@@ -88,11 +88,11 @@ def _shown(data: Data, rows: Tensor) -> list[dict[str, Any]]:
 
 def _inputs(data: Data, rows: Tensor) -> list[dict[str, Any]]:
     """Return inputs of the test part; empty if a page cannot show them."""
-    if data.kind.pictured(data.shape):
+    if data.kind.is_picture(data.shape):
         return [{"image": png(data.test.x[row].numpy(), max(data.shape))} for row in rows.tolist()]
-    if data.kind.written and len(data.test.files) == len(data.test):
+    if data.kind.is_text and len(data.test.files) == len(data.test):
         return [{"text": data.test.files[row].decode(errors="replace")} for row in rows.tolist()]
-    if data.kind.named:
+    if data.kind.has_columns:
         return [{"row": row} for row in _table_rows(data, data.test.x[rows])]
     return []
 
@@ -109,7 +109,7 @@ def _table_rows(data: Data, x: Tensor) -> list[dict[str, Any]]:
 
 def columns_of(data: Data) -> list[dict[str, Any]]:
     """Describe the columns of a table: name, kind and known categories; empty if the inputs have no columns."""
-    if not data.kind.named:
+    if not data.kind.has_columns:
         return []
     return [
         {"name": each.column, "kind": each.kind, "known": list(each.known) if isinstance(each, Category) else []}

@@ -22,7 +22,7 @@ from multitudes.base.checks import check_count, check_number, needed
 from multitudes.lab.data.new_inputs import Inputs, inputs_of, remarks, texts_source
 from multitudes.lab.data.parts import Data
 from multitudes.lab.data.sources import Source
-from multitudes.lab.data.tables.columns import Column, from_cells, given
+from multitudes.lab.data.tables.columns import Column, from_cells, strip_cells
 from multitudes.lab.data.tables.features import LARGEST
 from multitudes.lab.data.tables.numbers_and_dates import decimal_marks
 
@@ -161,7 +161,7 @@ def _row_source(rows: Sequence[Any], data: Data, limits: Limits) -> Source:
         for name in columns:
             _check_cell(f"row {at}: {name!r}", row[name])
     values = {name: [row[name] for row in rows] for name in columns}
-    written = {name: given(list(map(_written, own))) for name, own in values.items() if str in map(type, own)}
+    written = {name: strip_cells(list(map(_to_text, own))) for name, own in values.items() if str in map(type, own)}
     marks = dict(zip(written, decimal_marks(list(written.values())), strict=True))
     found = {
         name: from_cells(written[name], marks[name]) if name in written else _numbers(own)
@@ -178,7 +178,7 @@ def _check_cell(where: str, value: Any) -> None:
         raise Refused(f"{where} must be finite in float32, got {got}: send null for missing values")
 
 
-def _written(value: Any) -> str:
+def _to_text(value: Any) -> str:
     """Format a value like a CSV cell."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

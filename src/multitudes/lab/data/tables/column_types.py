@@ -124,7 +124,7 @@ class _Reader:
         """Return the column as a feature; raise `_Dropped` if it is left out."""
         kind = self.asked or self._kind()
         if kind == "text":
-            self._written()
+            self._count_texts()
             raise _Dropped("text", "free text cannot be a feature")
         if kind not in READ_AS:
             if self.sure:
@@ -132,7 +132,7 @@ class _Reader:
             self.count = 0
             raise _Dropped(kind, "unsupported type")
         if not self.name and not self.sure:
-            self._written()
+            self._count_texts()
             raise _Dropped("id", "no name, probably row numbers")
         return {"number": self._number, "category": self._category}.get(kind, self._date)()
 
@@ -143,7 +143,7 @@ class _Reader:
         order = date_order(column.texts())
         if order != AMBIGUOUS:
             return "date" if order else "category"
-        self._written()
+        self._count_texts()
         like = next(text for text in column.texts() if text)
         raise _Dropped("date", f"the order of day and month is ambiguous in {like!r}: read it as dmy or mdy")
 
@@ -178,7 +178,7 @@ class _Reader:
 
     def _category(self) -> Category:
         texts = self.column.texts()
-        self._written()
+        self._count_texts()
         train = [texts[row] for row in self.rows.tolist()]
         counts = Counter(text for text in train if text is not None)
         self._check_varied(list(counts), None in train)
@@ -232,7 +232,7 @@ class _Reader:
         self._check_varied(train.unique(), len(train) < len(self.rows))
         return known, distinct, counts, train
 
-    def _written(self) -> None:
+    def _count_texts(self) -> None:
         self.values = [text for text in self.column.texts() if text is not None]
         self.known, self.differ = len(self.values), len(set(self.values))
 

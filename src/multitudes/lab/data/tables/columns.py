@@ -67,7 +67,7 @@ class Column:
         """Return the values as texts, as originally written if known."""
         if not self.numeric:
             return [text or None for text in self.values]
-        return self.cells or [_written(value, self.names) for value in self.values.tolist()]
+        return self.cells or [_to_text(value, self.names) for value in self.values.tolist()]
 
     def numbers(self, mark: str) -> Tensor:
         """Return the values as numbers, using this decimal mark; NaN for other texts."""
@@ -88,7 +88,7 @@ def _read(texts: Sequence[str | None], read: Callable[[str], float]) -> Tensor:
     return torch.tensor([found[text] for text in texts], dtype=torch.float64)
 
 
-def _written(value: float, names: tuple[str, ...]) -> str | None:
+def _to_text(value: float, names: tuple[str, ...]) -> str | None:
     if not math.isfinite(value):
         return None
     return names[int(value)] if names else str(int(value)) if value.is_integer() else str(value)
@@ -111,7 +111,7 @@ class Encoded:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def given(cells: Sequence[str]) -> list[str | None]:
+def strip_cells(cells: Sequence[str]) -> list[str | None]:
     """Strip cells; None for those that mean a missing value."""
     return [None if cell.strip().lower() in MISSING else cell.strip() for cell in cells]
 
