@@ -85,7 +85,7 @@ def test_folds_that_cannot_be_are_told(table: Path, options: dict[str, Any], mes
 def test_a_test_part_of_its_own_is_not_divided(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text("a,y\n" + "\n".join(f"{row}.5,{row}.25" for row in range(30)))
-    with pytest.raises(ValueError, match="folds=3 must be left out, since there is a test part already"):
+    with pytest.raises(ValueError, match="folds=3 must be left out, since the source has a test part"):
         load(tmp_path, target="y", folds=3)
     with pytest.raises(ValueError, match="folds= has no effect on 'digits'"):
         load("digits", folds=3)

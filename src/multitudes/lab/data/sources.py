@@ -55,13 +55,13 @@ class Source:
         return sum(count for _, count in self.origins)
 
     def column(self, argument: str, name: str) -> Column:
-        """Return a column that an argument named."""
+        """Return the column that an argument names."""
         if name not in self.columns:
             raise ValueError(f"{argument}={name!r} is not a column of {self.name}, which has {', '.join(self.columns)}")
         return self.columns[name]
 
     def trained_column(self, name: str) -> Column:
-        """Return a column that the training data had."""
+        """Return a column of the training data."""
         if name not in self.columns:
             has = ", ".join(self.columns)
             raise ValueError(f"{self.name} must have the column {name!r}, as in training; it has {has}")
@@ -300,7 +300,7 @@ def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
 
 
 def _features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
-    """Return Hugging Face's column descriptions in a Parquet file; empty if there are none that can be read."""
+    """Return Hugging Face's column descriptions in a Parquet file; empty if missing or unreadable."""
     try:
         found = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -358,7 +358,7 @@ def from_hub(name: str) -> Source:
     try:
         config = config or datasets.get_dataset_default_config_name(path) or _first_config(datasets, path)
         loaded = datasets.load_dataset(path, config)
-    except Exception as error:  # turn any error of the library or network into one sentence
+    except Exception as error:  # any error of the library or the network
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"a source must be {SOURCES}, got {name!r}: no such file or folder, and Hugging Face says: {reason}"

@@ -1,4 +1,4 @@
-"""Assign rows to training, validation and test: by name, or drawn."""
+"""Assign rows to training, validation and test part: by name, or at random."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def split_rows(
     seed: int,
     fold: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the rows of each part: those of the source, with missing parts drawn from the training rows.
+    """Return the rows of each part; parts that the source lacks are drawn from its training rows.
 
     `groups` `[N]` are the classes of all rows. Without a training part, a single part counts as all data. With `fold`
     `(f, K)`, fold f of a cross-validation is the test part.
@@ -82,7 +82,7 @@ def split_rows(
     if fold is not None:
         number, folds = fold
         if "test" in own:
-            raise ValueError(f"folds={folds} must be left out, since there is a test part already")
+            raise ValueError(f"folds={folds} must be left out, since the source has a test part")
         if folds > len(pool):
             raise ValueError(f"folds={folds} must be at most the number of rows, {len(pool)}")
         chosen = fold_rows(groups[pool], folds, number, mixed(seed, 2))
@@ -96,8 +96,8 @@ def split_rows(
     return {"train": pool, "validation": parts["validation"], "test": parts["test"]}
 
 
-def _split_off(pool: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows into those at positions `drawn` and the rest."""
+def _split_off(pool: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows into those at `positions` and the rest."""
     rest = torch.ones(len(pool), dtype=torch.bool)
-    rest[drawn] = False
-    return pool[drawn], pool[rest]
+    rest[positions] = False
+    return pool[positions], pool[rest]

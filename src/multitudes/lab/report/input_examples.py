@@ -1,4 +1,4 @@
-"""Inputs of the test part: important columns, and the inputs on which methods are least certain."""
+"""Columns by importance, and the test inputs with the highest uncertainty."""
 
 from __future__ import annotations
 

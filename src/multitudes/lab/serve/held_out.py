@@ -1,6 +1,6 @@
-"""The test part, unseen in training: the network's uncertainty there, and examples for a page.
+"""Uncertainty on the test part, and examples for a page.
 
-Uses the predictions saved by the job; without those, or for another number of draws, some rows are predicted again.
+Uses the predictions saved by the job. Without those, or for another number of draws, some rows are predicted again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXAMPLES = 6
 
 
 class HeldOut(NamedTuple):
-    """Rows of the test part `[n]`, with the network's uncertainty on each, `[n]`: entropy or standard deviation."""
+    """Rows of the test part `[n]` with the uncertainty of each `[n]`: entropy or standard deviation."""
 
     rows: Tensor
     uncertainty: Tensor
@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
     """Class probabilities, `[n, C]`."""
 
     def conformal(self, y: Tensor) -> Conformal | None:
-        """Fit conformal scores for sets of classes to these otherwise unused rows; `y` holds all test targets."""
+        """Fit conformal scores of classes to these rows; `y` holds all test targets."""
         if self.probs is None:
             return None
         return Conformal.fit(Predictive(self.probs.clamp(min=torch.finfo().tiny).log()[None]), y[self.rows])

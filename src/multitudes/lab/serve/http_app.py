@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and refusals of requests."""
+"""HTTP application: routes, error responses and pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HERE = "multitudes.lab.serve"
 log = logging.getLogger(HERE)
 
 READERS = 4
-"""Number of bodies read at once: an image may take as much memory as it has pixels."""
+"""Number of bodies parsed concurrently, since decoded images may be large."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Host names of this machine in a browser."""
 BATCH = 256
@@ -71,11 +71,11 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
 
 
 class Server:
-    """State shared by the routes, and a method for each of them.
+    """Shared state of the routes, with a method for each.
 
     `level` is the default level of sets and intervals, `token` the token that requests must send, `wait` the seconds
-    that a batch waits for incoming requests. A `local` server without a token only accepts the host names of this
-    machine, so that no other web page can reach it under its own name (DNS rebinding).
+    that a batch waits for incoming requests. A `local` server without a token accepts only local host names, against
+    DNS rebinding.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Server:
         )
 
     async def page(self) -> Response:
-        """Return the page for people; it loads its content from `/about`."""
+        """Return the interactive page, which loads its content from `/about`."""
         return _page("page.html", script=resource("templates/page.js", HERE))
 
     # -- helpers -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The served network: how it runs, and its answers to several requests at once."""
+"""A network that answers batches of requests, deployed if possible."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class ServedNetwork:
             return not rows_interact(net.network, net._predictions, self._preprocess(example))
 
     def _deploy(self, example: Tensor) -> str:
-        """Deploy the network, and describe how it runs. Stochastic ones stay as they are, to keep their draws."""
+        """Deploy the network unless it is stochastic, and describe how it runs."""
         if self.draws:
-            return "by torch, each request by itself, since the network draws"
+            return "with torch, one request at a time, since the network draws"
         try:
             deployed = deploy(self.trained.net, self._preprocess(example), precision=self._precision)
         except (ValueError, ImportError) as error:
-            return f"by torch, since it cannot be deployed: {error}"
+            return f"with torch, since it cannot be deployed: {error}"
         self._quick, self._precision = deployed, None
         return deployed.summary()
 

@@ -26,15 +26,15 @@ from multitudes.lab.data.tables.numbers_and_dates import (
 
 FEW, RARE, MOST = 20, 10, 50
 """A column of more than `FEW` categories keeps those with at least `RARE` training rows, and at most `MOST`; the
-others are merged. Distinct values are no evidence of an id in fewer than `FEW` rows."""
+others are merged. In fewer than `FEW` rows, distinct values do not indicate an id."""
 
 NEARLY, NEARLY_ALL = 0.99, 0.9
-"""Shares from which a column is nearly constant (most common value), and an id (distinct values)."""
+"""Minimum share of the most common value of a nearly constant column, and of distinct values of an id."""
 
 
 @dataclass(frozen=True)
 class ColumnReading:
-    """Description of how a column was read, for people.
+    """How a column was read, for display.
 
     `read_as` is number, date, category, id, text or target; `values` counts distinct values; `missing` counts rows
     without a readable value; `dropped` is the reason for leaving it out; `note` is a remark.
@@ -53,7 +53,7 @@ class ColumnReading:
 
 
 class _Dropped(Exception):
-    """Raised to leave a column out, with its kind and the reason."""
+    """Exception that leaves a column out, with its kind and the reason."""
 
     def __init__(self, read_as: str, reason: str) -> None:
         self.read_as, self.reason = read_as, reason
@@ -112,8 +112,8 @@ class _Reader:
         self.name, self.column, self.rows, self.asked, self.sure = name, column, rows, asked, sure
         self.notes: list[str] = []
         self.values: list[str] = []
-        """Known texts; `known` and `differ` count the known values and the distinct ones."""
-        self.known = self.differ = 0
+        """Known texts."""
+        self.known = self.differ = 0  # number of known values, and of distinct ones
         self.count = len(column)
 
     def reading(self, read_as: str, dropped: str = "") -> ColumnReading:
@@ -121,7 +121,7 @@ class _Reader:
         return ColumnReading(self.name, read_as, self.differ, missing, dropped, "; ".join(self.notes))
 
     def feature(self) -> Feature:
-        """Return the column as a feature; raise `_Dropped` if it is left out."""
+        """Fit the column's feature; raise `_Dropped` to leave it out."""
         kind = self.asked or self._kind()
         if kind == "text":
             self._count_texts()

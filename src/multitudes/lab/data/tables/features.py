@@ -39,7 +39,7 @@ class Feature:
         raise NotImplementedError
 
     def raw(self, column: Column) -> Tensor:
-        """Return the values `[N]` of a source's column; raise if it holds another kind of values than in training."""
+        """Return the values `[N]` of a source's column; raise if they are not of the type in training."""
         raise NotImplementedError
 
     def missing(self, raw: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Feature:
         return ~(raw.abs() <= LARGEST)
 
     def unknown(self, raw: Tensor) -> Tensor:
-        """Return a mask `[n]` of values that the training rows have not, if the feature can detect them."""
+        """Return a mask `[n]` of categories that do not occur in the training rows."""
         return torch.zeros(len(raw), dtype=torch.bool)
 
     @classmethod
@@ -90,7 +90,7 @@ class Number(Feature):
         return (True, False) if self.flag else (True,)
 
     def raw(self, column: Column) -> Tensor:
-        # A file with decimal commas keeps them, whatever the training file used.
+        # A file may have decimal commas even if the training file had points.
         values = column.numbers("," if column.mark == "," else self.mark)
         _check_read(self, column, values)
         return values
