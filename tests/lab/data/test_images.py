@@ -192,9 +192,7 @@ def test_grey_images_become_rgb_only_beside_colour() -> None:
     grey, colour = pixels(2, 3, 4), pixels(1, 3, 4, 3)[0]
     np.testing.assert_array_equal(opened(*map(encoded, grey)), grey[:, None])
     mixed = opened(encoded(grey[0]), encoded(colour), encoded(grey[1]))
-    np.testing.assert_array_equal(mixed[0], np.stack([grey[0]] * 3))
-    np.testing.assert_array_equal(mixed[1], colour.transpose(2, 0, 1))
-    np.testing.assert_array_equal(mixed[2], np.stack([grey[1]] * 3))
+    np.testing.assert_array_equal(mixed, [np.stack([grey[0]] * 3), colour.transpose(2, 0, 1), np.stack([grey[1]] * 3)])
 
 
 def test_formats_may_differ_between_images() -> None:

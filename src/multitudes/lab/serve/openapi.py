@@ -29,13 +29,13 @@ ANSWER = _object(
     mutual_information=_schema("number", "Disagreement between members, in nats."),
     set=_schema(
         ["array", "null"],
-        "Conformal set: contains the true class with probability `level`.",
+        "Conformal set: contains the true class with probability level.",
         items=_schema("string"),
     ),
     mean=_schema("number", "For numbers: the prediction, in the units of the data."),
     std=_schema("number"),
     std_between_members=_schema("number", "Standard deviation of the members' predictions."),
-    low=_schema(["number", "null"], "Bounds of the interval at `level`; null if unbounded."),
+    low=_schema(["number", "null"], "Bounds of the interval at level; null if unbounded."),
     high=_schema(["number", "null"]),
     members=_list(_schema("object"), "Prediction of each member or draw: label and confidence, or mean."),
 )
@@ -48,7 +48,7 @@ ANSWERS = _object(
 BODY = {
     **_object(
         rows=_list(_schema("object"), "For tables: values by column, null for missing ones."),
-        images=_list(_schema("string", contentEncoding="base64"), "For images: encoded files."),
+        images=_list(_schema("string", contentEncoding="base64"), "For images: Base64-encoded files."),
         texts=_list(_schema("string"), "For texts."),
     ),
     "minProperties": 1, "maxProperties": 1, "additionalProperties": False,

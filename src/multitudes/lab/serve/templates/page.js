@@ -169,8 +169,8 @@ function agreement(answer) {
     return [`The ${called()} agree${apart ? " on the class" : ""}`, `all ${total} predict ${answer.label}${apart ? ", with different confidence" : ""}.`];
   }
   const sorted = [...votes].sort((one, two) => two[1] - one[1]);
-  const counts = sorted.slice(0, 4).map(([label, count]) => `${count} predict${count === 1 ? "s" : ""} ${label}`);
-  return [`The ${called()} disagree`, `of ${total}, ${counts.join(", ")}${sorted.length > 4 ? ", …" : ""}.`];
+  const counts = sorted.slice(0, 4).map(([label, count], at) => `${count}${at ? "" : ` of ${total}`} predict${count === 1 ? "s" : ""} ${label}`);
+  return [`The ${called()} disagree`, `${counts.join(", ")}${sorted.length > 4 ? ", …" : ""}.`];
 }
 
 function sureness(answer) {
