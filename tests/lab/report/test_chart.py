@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from multitudes.lab.report.chart import Axis, Series, View, picture
-from multitudes.lab.report.render import svg
-from multitudes.lab.report.scales import fitted, round_ticks
+from multitudes.lab.report.chart import Axis, Series, View, fitted, picture, round_ticks, svg
 
 
 def read(view: View) -> tuple[ElementTree.Element, dict[str, list[tuple[float, float]]]]:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multitudes.lab.report.chart import Series, View
+from multitudes.lab.report.chart import Axis, Series, View
 from multitudes.lab.report.run_results import Results
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.leaderboard import best, better
 from multitudes.lab.study.results.result_rows import Row
 from multitudes.lab.study.results.score_columns import (

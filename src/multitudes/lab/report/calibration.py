@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from multitudes.lab.report.board import Head, table_of
-from multitudes.lab.report.chart import Series, View
+from multitudes.lab.report.chart import Axis, Series, View
 from multitudes.lab.report.run_results import Results, mean_spread
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.score_columns import Column, column_of
 from multitudes.lab.study.run.measurement import LEVELS
 from multitudes.metrics.calibration_error import reliability

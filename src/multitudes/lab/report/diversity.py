@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.lab.report.chart import Field, Series, View
+from multitudes.lab.report.chart import Axis, Field, Series, View
 from multitudes.lab.report.run_results import Results
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.result_rows import TARGETS
 from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from multitudes.base.sealed_files import write_atomically
 from multitudes.lab.report.board import answer_figure, cost, standings
 from multitudes.lab.report.calibration import calibration, intervals
-from multitudes.lab.report.chart import HIGHLIGHTED
+from multitudes.lab.report.chart import HIGHLIGHTED, render, resource
 from multitudes.lab.report.diversity import diversity, function_map, loss_landscape
 from multitudes.lab.report.input_examples import (
     columns_read,
@@ -27,7 +27,6 @@ from multitudes.lab.report.input_examples import (
 from multitudes.lab.report.ood_detection import ood
 from multitudes.lab.report.provenance import provenance
 from multitudes.lab.report.quality import selective_prediction, shift, size
-from multitudes.lab.report.render import render, resource
 from multitudes.lab.report.run_results import Results, read_results
 from multitudes.lab.study.run.store import Run
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from multitudes.lab.report.board import score_axis
-from multitudes.lab.report.chart import Series, View
+from multitudes.lab.report.chart import Axis, Series, View
 from multitudes.lab.report.run_results import Results, mean_spread
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.score_columns import column_of
 from multitudes.metrics.selective import risk_coverage
 

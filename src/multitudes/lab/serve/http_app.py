@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.lab.data.new_inputs import Inputs
-from multitudes.lab.report.render import render, resource
+from multitudes.lab.report.chart import render, resource
 from multitudes.lab.serve.batching import Batcher, QueueFull
 from multitudes.lab.serve.held_out import columns_of, examples
 from multitudes.lab.serve.openapi import ABOUT, HEALTH, METRICS, PREDICT
