@@ -146,13 +146,13 @@ def add_ood(
             inputs = data.encoder.columns(opened, image)
             bad = BadRows(opened, skip_bad, data.kind, inputs)
             rows = bad.usable("test")
-            rows = _limited_rows(rows, torch.zeros(len(rows)), limit, seed)
+            rows = rows[_sample(torch.zeros(len(rows)), limit, seed)]
             x = bad.encode(data.encoder, inputs, rows).x
             counts = bad.counts()
         elif (whole.kind, whole.columns) != (data.kind, data.columns):
             raise ValueError(f"ood {str(source)!r} must hold inputs like those of {data.name}, got {whole!r}")
         else:
-            rows = _limited_rows(torch.arange(len(whole.test)), torch.zeros(len(whole.test)), limit, seed)
+            rows = _sample(torch.zeros(len(whole.test)), limit, seed)
             x, counts = data.kind.refit(whole.test.x[rows], data.shape), {}
         dropped = {f"{name}: {reason}": count for reason, count in counts.items()}
         data = replace(data, ood={**data.ood, name: x}, dropped={**data.dropped, **dropped})
@@ -160,12 +160,10 @@ def add_ood(
 
 
 def _given(options: LoadOptions, *names: str) -> list[str]:
-    """Return the arguments that were given."""
     return [name for name in names if getattr(options, name)]
 
 
 def _options() -> list[str]:
-    """List the arguments of `load` that are specific to one kind of data."""
     return [option for kind in KINDS for option in kind.options]
 
 
@@ -185,7 +183,7 @@ def _from_source(source: Source, name: str, options: LoadOptions) -> Data:
         rows = split_rows(own, groups, validation, options.test, options.seed, fold)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
-    rows = {part: _limited_rows(chosen, groups[chosen], options.limit, options.seed) for part, chosen in rows.items()}
+    rows = {part: each[_sample(groups[each], options.limit, options.seed)] for part, each in rows.items()}
     if source.arrays and options.columns is None:
         options = replace(options, columns=list(inputs))
     encoder = kind.fit(inputs, rows["train"], options)
@@ -247,19 +245,18 @@ def prepared(source: str | Path) -> Data | None:
     return read(source) if Path(source).suffix.lower() == ".mtdata" else None
 
 
-def _limited_rows(rows: Tensor, groups: Tensor, limit: int | None, seed: int) -> Tensor:
-    return rows if limit is None or len(rows) <= limit else rows[spread(groups, limit, seed)]
+def _sample(groups: Tensor, limit: int | None, seed: int) -> Tensor:
+    """Return the positions of at most `limit` of the N rows of `groups`."""
+    return torch.arange(len(groups)) if limit is None or len(groups) <= limit else spread(groups, limit, seed)
 
 
 def _limited(data: Data, limit: int, seed: int) -> Data:
     parts = []
     for part in data.parts.values():
-        rows = _limited_rows(torch.arange(len(part)), part.y if data.classes else torch.zeros(len(part)), limit, seed)
+        rows = _sample(part.y if data.classes else torch.zeros(len(part)), limit, seed)
         files = tuple(part.files[row] for row in rows.tolist()) if part.files else ()
         parts.append(Part(part.x[rows], part.y[rows], files))
-    ood = {
-        name: x[_limited_rows(torch.arange(len(x)), torch.zeros(len(x)), limit, seed)] for name, x in data.ood.items()
-    }
+    ood = {name: x[_sample(torch.zeros(len(x)), limit, seed)] for name, x in data.ood.items()}
     train, validation, test = parts
     return replace(data, train=train, validation=validation, test=test, ood=ood)
 

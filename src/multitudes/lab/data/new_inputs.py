@@ -23,16 +23,13 @@ from multitudes.lab.data.tables.table import LoadOptions, find_target
 class Inputs:
     """Inputs `[N, ...]` like those of training, each with a name.
 
-    `bad` counts unreadable inputs; `unknown` counts rows with an unknown category; `filled` counts imputed
-    values by column; `notes` are further remarks.
+    `bad` counts unreadable inputs; `notes` are sentences on unknown, imputed or truncated values.
     """
 
     names: list[str]
     x: Tensor
     bad: int
-    unknown: int
-    filled: Mapping[str, int]
-    notes: Sequence[str] = ()
+    notes: Sequence[str]
 
 
 def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts: Sequence[str] = ()) -> Inputs:
@@ -67,7 +64,7 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
         notes += list(encoded.notes.values())
     if not names:
         raise ValueError(f"no input to predict in {', '.join(name for name, _ in sources)}")
-    return Inputs(names, torch.cat(parts), bad, unknown, filled, notes)
+    return Inputs(names, torch.cat(parts), bad, [*_remarks(unknown, filled), *notes])
 
 
 def texts_source(texts: Sequence[str], data: Data) -> Source:
@@ -81,7 +78,7 @@ def texts_source(texts: Sequence[str], data: Data) -> Source:
     return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
 
 
-def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
+def _remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
     """Return sentences on unknown categories and missing values."""
     rows = "1 row has" if unknown == 1 else f"{unknown} rows have"
     sentences = [f"{rows} a category that does not occur in the training data"] if unknown else []
@@ -118,7 +115,7 @@ def labelled(
     if not encoded.kept:
         raise ValueError(f"{opened.name} has no usable row")
     left_out = [f"Left out {plural(count, 'bad row')}: {reason}" for reason, count in bad.counts().items()]
-    notes = [*left_out, *remarks(encoded.unknown, encoded.filled), *encoded.notes.values()]
+    notes = [*left_out, *_remarks(encoded.unknown, encoded.filled), *encoded.notes.values()]
     return encoded.x, _matched(y[rows[encoded.kept]], classes, data), notes
 
 

@@ -97,7 +97,6 @@ def split_rows(
 
 
 def _split_off(pool: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows into those at `positions` and the rest."""
     rest = torch.ones(len(pool), dtype=torch.bool)
     rest[positions] = False
     return pool[positions], pool[rest]

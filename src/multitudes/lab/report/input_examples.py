@@ -61,7 +61,6 @@ def important_columns(results: Results) -> dict[str, Any]:
 
 
 def _change(score: str, value: float) -> str:
-    """Format a change with its sign."""
     text = f"{100 * value:.1f} points" if score == "accuracy" else f"{value:.3g}"
     return f"{'+' if value > 0 else ''}{text}".replace("-", "−")
 
@@ -85,24 +84,21 @@ def unsure_rows(results: Results) -> dict[str, Any]:
     values = table_values(data.encoder.features, data.test.x[chosen])
     columns = sorted(values, key=lambda name: order.index(name) if name in order else math.inf)[:SHOWN]
     shown = zip(*([_text(value) for value in values[name]] for name in columns), strict=True)
+    predictions: list[tuple[list[str], bool]] = []
     if data.classes:
         heads = ["class", "confidence", "truth"]
-        predictions = [_row_of_classes(arrays[0][row], data.classes, int(arrays[1][row])) for row in chosen.tolist()]
+        for row in chosen.tolist():
+            truth = int(arrays[1][row])
+            label, confidence, right = _vote(arrays[0][row], data.classes, truth)
+            predictions.append(([label, f"{confidence:.0f} %", data.classes[truth]], right))
     else:
         heads = ["mean", "90 % interval", "truth"]
-        predictions = [_row_of_numbers(*(float(each[row]) for each in arrays[1:])) for row in chosen.tolist()]
+        for row in chosen.tolist():
+            mean, low, high, value = (float(each[row]) for each in arrays[1:])
+            predictions.append(([_text(mean), f"{_text(low)} to {_text(high)}", _text(value)], low <= value <= high))
     rows = list(zip(chosen.tolist(), shown, predictions, strict=True))
     hidden = len(values) - len(columns)
     return {"method": results.ranked[0], "columns": columns, "heads": heads, "rows": rows, "hidden": hidden}
-
-
-def _row_of_classes(probs: Tensor, names: Sequence[str], truth: int) -> tuple[list[str], bool]:
-    label, confidence, right = _vote(probs, names, truth)
-    return [label, f"{confidence:.0f} %", names[truth]], right
-
-
-def _row_of_numbers(mean: float, low: float, high: float, truth: float) -> tuple[list[str], bool]:
-    return [_text(mean), f"{_text(low)} to {_text(high)}", _text(truth)], low <= truth <= high
 
 
 def uncertain_images(results: Results) -> dict[str, Any]:

@@ -56,5 +56,4 @@ def _words(table: Mapping[str, Any]) -> str:
 
 
 def _distinct(results: Results, name: str) -> str:
-    """Return the distinct values that the jobs recorded."""
     return "; ".join(dict.fromkeys(_words(outcome.metrics.get(name) or {}) for outcome in results.outcomes))

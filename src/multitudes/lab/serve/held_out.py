@@ -93,18 +93,12 @@ def _inputs(data: Data, rows: Tensor) -> list[dict[str, Any]]:
     if data.kind.is_text and len(data.test.files) == len(data.test):
         return [{"text": data.test.files[row].decode(errors="replace")} for row in rows.tolist()]
     if data.kind.has_columns:
-        return [{"row": row} for row in _table_rows(data, data.test.x[rows])]
+        columns = {
+            name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
+            for name, values in table_values(data.encoder.features, data.test.x[rows]).items()
+        }
+        return [{"row": row} for row in rows_of(columns)]
     return []
-
-
-def _table_rows(data: Data, x: Tensor) -> list[dict[str, Any]]:
-    """Invert features `[n, F]` into rows by column, in their own units."""
-    columns = table_values(data.encoder.features, x)
-    short = {
-        name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
-        for name, values in columns.items()
-    }
-    return rows_of(short)
 
 
 def columns_of(data: Data) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from multitudes.lab.serve.batching import Batcher, QueueFull
 from multitudes.lab.serve.held_out import columns_of, examples
 from multitudes.lab.serve.openapi import ABOUT, HEALTH, METRICS, PREDICT
 from multitudes.lab.serve.prometheus import ServerMetrics
-from multitudes.lab.serve.requests import Limits, Refused, notes_on, read_request
+from multitudes.lab.serve.requests import Limits, Refused, read_request
 from multitudes.lab.serve.served_network import Answers, Question, ServedNetwork
 
 HERE = "multitudes.lab.serve"
@@ -113,8 +113,8 @@ class Server:
             raise Refused(f"the request took longer than {self.limits.seconds:g} seconds", 504) from error
         finally:
             self.running -= 1
-        notes = notes_on(inputs)
-        return _json({"answers": answers, "level": level, "conformal": self.network.has_conformal, "notes": notes})
+        more = {"level": level, "conformal": self.network.has_conformal, "notes": inputs.notes}
+        return _json({"answers": answers, **more})
 
     async def about(self, request: Request) -> Response:
         """Describe the network, its inputs, and examples."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from multitudes.base.checks import check_count, check_number, needed
-from multitudes.lab.data.new_inputs import Inputs, inputs_of, remarks, texts_source
+from multitudes.lab.data.new_inputs import Inputs, inputs_of, texts_source
 from multitudes.lab.data.parts import Data
 from multitudes.lab.data.sources import Source
 from multitudes.lab.data.tables.columns import Column, from_cells, strip_cells
@@ -82,11 +82,6 @@ def read_request(body: bytes, content_type: str, data: Data, limits: Limits) -> 
         return inputs_of([(NAME, source)], data)
     except ValueError as error:
         raise Refused(str(error).partition(". skip_bad=")[0]) from error
-
-
-def notes_on(inputs: Inputs) -> list[str]:
-    """Return sentences on values that were filled in, cut or unknown."""
-    return [*remarks(inputs.unknown, inputs.filled), *inputs.notes]
 
 
 def _decoded(body: bytes) -> str:
@@ -186,7 +181,6 @@ def _to_text(value: Any) -> str:
 
 
 def _numbers(values: Sequence[Any]) -> Column:
-    """Make a column of numbers or booleans."""
     found = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float64)
     yes_no = any(isinstance(value, bool) for value in values)
     return Column("number", found, names=("False", "True") if yes_no else ())

@@ -98,5 +98,4 @@ class ServedNetwork:
         return deployed.summary()
 
     def _preprocess(self, x: Tensor) -> Tensor:
-        """Preprocess inputs for the network, on its device."""
         return self.data.normalised(x.to(self.trained.device))
