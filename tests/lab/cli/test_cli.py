@@ -254,7 +254,7 @@ def test_how_each_column_is_read_is_told_and_can_be_said(elsewhere: Path) -> Non
     assert datasets.read("wine.mtdata").columns[0].startswith("acid=")
     assert "--as of 'colour' must be" in sentence(multitudes_says(*PREPARE, "--as", "colour=float"))
     assert "--as must be COLUMN=KIND, got 'colour'" in sentence(multitudes_says(*PREPARE, "--as", "colour"))
-    assert "--drop 'smell' is no column" in sentence(multitudes_says(*PREPARE, "--drop", "smell"))
+    assert "--drop 'smell' is not a column" in sentence(multitudes_says(*PREPARE, "--drop", "smell"))
 
 
 def test_a_source_is_found_in_the_folder_of_data(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_the_column_of_texts_is_found_or_must_be_named(folder: Path, tmp_path: P
 def test_bad_tokenizers_are_refused(folder: Path, tmp_path: Path) -> None:
     with raises("tokenizer './nowhere' does not exist: it must be a folder, or a name in Hugging Face's local cache"):
         read(folder, tokenizer="./nowhere")
-    with says("nothing is downloaded here, `hf download nobody/none` fetches it"):
+    with says("local cache; `hf download nobody/none` fetches it"):
         read(folder, tokenizer="nobody/none")
     vit_model(tmp_path / "vit")
     with says("has no tokenizer.json"):

@@ -116,9 +116,7 @@ def test_the_page_lists_a_damaged_job_as_not_done(folder: Path) -> None:
     assert "This page is incomplete" in text and "checksum does not fit" in text
     for job in run.jobs:
         flip(job.directory / "metrics.json")
-    with pytest.raises(
-        ValueError, match=r"no job is done; '.*metrics\.json' is damaged: .*does this job again"
-    ):
+    with pytest.raises(ValueError, match=r"no job is done; '.*metrics\.json' is damaged: .*does this job again"):
         report.write(run.directory)
 
 

@@ -191,8 +191,7 @@ def local_place(name: str, argument: str) -> Path:
         if isinstance(found, str):
             return Path(found).parent
     raise ValueError(
-        f"{argument} {name!r} is no folder and not in the local cache of Hugging Face: nothing is downloaded here, "
-        f"`hf download {name}` fetches it"
+        f"{argument} {name!r} is neither a folder nor in Hugging Face's local cache; `hf download {name}` fetches it"
     )
 
 
