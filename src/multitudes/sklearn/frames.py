@@ -12,9 +12,9 @@ import torch
 
 from multitudes.base.checks import needed
 from multitudes.lab.data.tables.column_types import number_of
-from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, given
+from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, strip_cells
 from multitudes.lab.data.tables.features import features_of
-from multitudes.lab.data.tables.table import Choice, TableEncoder
+from multitudes.lab.data.tables.table import LoadOptions, TableEncoder
 
 
 def is_frame(X: Any) -> bool:
@@ -81,7 +81,7 @@ def _from_pandas(pa: Any, series: Any) -> Any:
         if series.dtype != object:
             raise
         texts = ["" if missing else str(value) for value, missing in zip(series, series.isna(), strict=True)]
-        return from_cells(given(texts))
+        return from_cells(strip_cells(texts))
 
 
 def _categorical(pa: Any, array: Any) -> bool:
@@ -106,9 +106,9 @@ def fitted_encoder(
             raise ValueError("X must hold numbers, got NaN in all training rows")
         return TableEncoder(tuple(features))
     try:
-        encoder = TableEncoder.fitted(columns, rows, Choice(read_as=read_as))
+        encoder = TableEncoder.fitted(columns, rows, LoadOptions(read_as=read_as))
     except ValueError:
-        encoder = TableEncoder.fitted(columns, rows, Choice(columns=list(columns), read_as=read_as))
+        encoder = TableEncoder.fitted(columns, rows, LoadOptions(columns=list(columns), read_as=read_as))
     if left_out := [f"{each.name!r} ({each.dropped})" for each in encoder.reading if each.dropped]:
         warnings.warn(f"columns of X are left out: {', '.join(left_out)}", UserWarning, stacklevel=5)
     return encoder

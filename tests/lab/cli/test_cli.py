@@ -239,11 +239,11 @@ def test_types_of_columns_are_shown_and_can_be_set(folder: Path) -> None:
     assert lines["acid"][:1] + lines["acid"][2:] == ["number", "1", "1 read as missing: 'n.v.'"]
     assert lines["colour"][:3] == ["category", "2", "1"] and lines["quality"][0] == "target"
     told = run_cli(*PREPARE, "--drop", "colour", "--as", "acid=category").err
-    assert "left out: it is to be dropped" in told
+    assert "left out: excluded by the user" in told
     assert datasets.read("wine.mtdata").columns[0].startswith("acid=")
     assert "--as of 'colour' must be" in sentence(run_cli(*PREPARE, "--as", "colour=float"))
     assert "--as must be COLUMN=KIND, got 'colour'" in sentence(run_cli(*PREPARE, "--as", "colour"))
-    assert "--drop 'smell' is no column" in sentence(run_cli(*PREPARE, "--drop", "smell"))
+    assert "--drop 'smell' is not a column" in sentence(run_cli(*PREPARE, "--drop", "smell"))
 
 
 def test_a_source_is_found_in_the_data_root(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

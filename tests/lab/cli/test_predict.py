@@ -212,7 +212,7 @@ def test_an_unsuitable_table_is_an_error(case: str, table: Run, folder: Path) ->
 def test_unknown_categories_are_reported(table: Run, folder: Path) -> None:
     (folder / "new.csv").write_text("sun,kind\n1,oak\n2,palm\n")
     error = says("predict", table.directory, "new.csv").err
-    assert "1 row has a category that the training data had not" in error
+    assert "1 row has a category that does not occur in the training data" in error
 
 
 def test_missing_values_are_imputed_and_reported(table: Run, folder: Path) -> None:
@@ -228,7 +228,7 @@ def test_missing_values_are_imputed_and_reported(table: Run, folder: Path) -> No
 def test_a_network_for_tables_refuses_images(table: Run, folder: Path) -> None:
     (path,) = draw(folder, torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
     error = refuses("predict", table.directory, path)
-    assert error.endswith(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
+    assert error.endswith(f"rows must be in a CSV, Parquet or .npz file or a folder of them, got {str(path)!r}")
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "explain"])

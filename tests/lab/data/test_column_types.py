@@ -1,4 +1,4 @@
-"""How the columns of a table are read: numbers, dates and categories as people write them; ids are left out."""
+"""Types of table columns: numbers, dates and categories in many notations; ids are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multitudes.lab import data as md
 from multitudes.lab.data import Data
 from multitudes.lab.data.tables.column_types import ColumnReading, read_columns
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.features import PARTS, Category, Date, Number, feature_of, parts_of
+from multitudes.lab.data.tables.features import DATE_PARTS, Category, Date, Number, date_parts, feature_of
 from multitudes.lab.data.tables.numbers_and_dates import date_order, decimal_marks, read_date, read_number
 from tests.zoo.predictions import raises
 
@@ -28,7 +28,7 @@ ROWS = 60
 
 
 def written(path: Path, separator: str = ",", **columns: Callable[[int], object]) -> Path:
-    """A CSV file of columns, each a function of the row; beside them `y`, a third of the row."""
+    """Write a CSV file of columns, each a function of the row, and the target `y`, a third of the row."""
     columns = {**columns, "y": lambda row: row / 3}
     lines = [separator.join(columns)]
     lines += [separator.join(str(column(row)) for column in columns.values()) for row in range(ROWS)]
@@ -41,7 +41,7 @@ def reading(data: Data, name: str) -> ColumnReading:
 
 
 def values(data: Data, feature: str) -> dict[int, float]:
-    """A feature by row, which the target tells."""
+    """Return a feature by row; the target identifies the row."""
     index = data.columns.index(feature)
     return {
         round(3 * y): x
@@ -57,21 +57,16 @@ def values(data: Data, feature: str) -> dict[int, float]:
     ("text", "mark", "number"),
     [
         ("1.5", ".", 1.5),
-        ("-2e-3", ".", -0.002),
         ("1,234,567.5", ".", 1234567.5),
-        ("1 234.5", ".", 1234.5),
         ("1'234", ".", 1234),
         ("1,5", ",", 1.5),
-        ("1.234.567,5", ",", 1234567.5),
         ("1\u00a0234,5", ",", 1234.5),
         ("1.234", ",", 1234),
         ("2.5", ",", 2.5),
-        ("+,5", ",", 0.5),
         ("$1,200.50", ".", 1200.5),
         ("3,5 %", ",", 3.5),
         ("1,23,4", ".", math.nan),
         ("1_000", ".", math.nan),
-        ("about 5", ".", math.nan),
         (".", ".", math.nan),
     ],
 )
@@ -85,19 +80,17 @@ def test_a_number_is_read_with_its_decimal_mark(text: str, mark: str, number: fl
         ([["1,5", "2"]], ";", [","]),
         ([["1,234", "12,345"]], ",", ["."]),  # in quotes: thousands
         ([["1,234", "12,345"]], ";", [","]),
-        ([["1,234", "2.5"]], ";", ["."]),
         ([["1.234", "2.345"]], ";", ["."]),
-        ([["1.234", "2.345"], ["0,5", "0,25"]], ";", [",", ","]),  # the other column tells
+        ([["1.234", "2.345"], ["0,5", "0,25"]], ";", [",", ","]),  # from the other column
         ([["1.234", "2.5"], ["0,5", "0,25"]], ";", [".", ","]),
-        ([["1.234,5"]], "\t", [","]),
         ([["red, big", "blue"]], ";", ["."]),
     ],
 )
-def test_the_decimal_mark_is_what_the_cells_can_mean(columns: Any, separator: str, marks: list[str]) -> None:
+def test_the_decimal_mark_follows_from_the_cells(columns: Any, separator: str, marks: list[str]) -> None:
     assert decimal_marks(columns, separator) == marks
 
 
-def test_decimal_commas_are_numbers_also_in_the_target_and_in_new_rows(tmp_path: Path) -> None:
+def test_decimal_commas_are_read_in_features_targets_and_new_rows(tmp_path: Path) -> None:
     def comma(number: float) -> str:
         return f"{number:,.2f}".translate(str.maketrans(",.", ".,"))
 
@@ -107,29 +100,24 @@ def test_decimal_commas_are_numbers_also_in_the_target_and_in_new_rows(tmp_path:
     assert data.columns == ("price", "a") and reading(data, "price").note == "decimal commas"
     assert values(data, "price") == {row: pytest.approx(1000.25 * row) for row in range(ROWS)}
     far = tmp_path / "far.csv"
-    far.write_text("price;a\n1.234;0,5\n")  # read alone, it would be 1.234
+    far.write_text("price;a\n1.234;0,5\n")  # alone, it would be read as 1.234
     assert md.load(path, target="y", ood=far).ood["far"].tolist() == [[1234.0, 0.5]]
+    points = written(tmp_path / "points.csv", a=lambda row: row % 7 + 0.25, b=lambda row: row % 5)
+    far.write_text("a;b\n1,25;2\n")  # new rows may have another decimal mark
+    assert md.load(points, target="y", ood=far).ood["far"].tolist() == [[1.25, 2.0]]
 
 
-def test_a_few_stray_words_among_numbers_are_missing_values_and_told(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.csv", a=lambda row: "broken" if row == 7 else row % 11 / 4, b=lambda row: row % 5)
-    data = md.load(path, target="y")
-    assert data.columns[:1] == ("a",)
-    told = reading(data, "a")
-    assert (told.read_as, told.missing, told.note) == ("number", 1, "1 read as missing: 'broken'")
-
-
-def test_texts_of_which_half_are_numbers_are_told(tmp_path: Path) -> None:
+def test_a_mixed_column_is_a_category_unless_read_as_numbers(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", size=lambda row: ("S", "38", "40", "42")[row % 4], b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert reading(data, "size").read_as == "category"
-    assert reading(data, "size").note == "3 of 4 different values are numbers: maybe to be read as number"
+    assert reading(data, "size").note == "3 of 4 distinct values are numbers: maybe to be read as number"
     as_number = md.load(path, target="y", read_as={"size": "number"})
     assert as_number.columns[:2] == ("size", "size missing")
     assert {values(as_number, "size missing")[row] for row in range(0, ROWS, 4)} == {1.0}
 
 
-def test_numbers_too_close_for_float32_are_told_apart(tmp_path: Path) -> None:
+def test_large_numbers_with_small_differences_keep_their_differences(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", time=lambda row: 1_600_000_000 + row % 20, b=lambda row: row % 5)
     data = md.load(path, target="y")
     start = min(values(data, "time").values())
@@ -139,33 +127,19 @@ def test_numbers_too_close_for_float32_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "note"),
     [
-        (lambda row: f"{row * 37 % 50:03}", "numbers with leading zeros are maybe codes: read them as category"),
-        (lambda row: f"202{row % 3}12{row % 28 + 1:02}", "maybe dates: read them as date"),
-        (lambda row: 1_600_000_000 + row * 40_009 % 1000, "maybe dates: read them as date"),
+        (lambda row: f"{row * 37 % 50:03}", "leading zeros: maybe codes, to be read as category"),
+        (lambda row: f"202{row % 3}12{row % 28 + 1:02}", "maybe dates, to be read as date"),
+        (lambda row: 1_600_000_000 + row * 40_009 % 1000, "maybe dates, to be read as date"),
     ],
     ids=["codes", "days", "seconds"],
 )
-def test_whole_numbers_that_may_be_something_else_are_told(tmp_path: Path, value: Any, note: str) -> None:
+def test_integers_that_may_be_codes_or_dates_get_a_note(tmp_path: Path, value: Any, note: str) -> None:
     data = md.load(written(tmp_path / "x.csv", a=value, b=lambda row: row % 5), target="y")
     assert reading(data, "a").read_as == "number" and note in reading(data, "a").note
 
 
-def test_seconds_can_be_read_as_dates(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.csv", t=lambda row: 1_600_000_000 + 86_400 * row, b=lambda row: row % 5)
-    data = md.load(path, target="y", read_as={"t": "date"})
-    start = datetime.datetime(2020, 9, 13, 12)
-    assert values(data, "t day") == {row: (start + datetime.timedelta(days=row)).day for row in range(ROWS)}
-
-
-def test_new_rows_may_have_another_decimal_mark(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.csv", a=lambda row: row % 7 + 0.25, b=lambda row: row % 5)
-    far = tmp_path / "far.csv"
-    far.write_text("a;b\n1,25;2\n")
-    assert md.load(path, target="y", ood=far).ood["far"].tolist() == [[1.25, 2.0]]
-
-
 @pytest.mark.parametrize(("name", "encoding"), [("x.tsv", "utf-8"), ("x.csv", "utf-16")])
-def test_tables_come_from_spreadsheets_too(tmp_path: Path, name: str, encoding: str) -> None:
+def test_tsv_and_utf_16_files_are_read(tmp_path: Path, name: str, encoding: str) -> None:
     path = written(tmp_path / name, "\t", ä=lambda row: row % 7, b=lambda row: row % 5)
     path.write_text(path.read_text(encoding="utf-8"), encoding=encoding)
     assert md.load(path, target="y").columns == ("ä", "b")
@@ -174,7 +148,7 @@ def test_tables_come_from_spreadsheets_too(tmp_path: Path, name: str, encoding: 
 # -- missing values ----------------------------------------------------------------------------------------
 
 
-def test_missing_numbers_are_filled_in_as_scikit_learn_does_with_a_flag(tmp_path: Path) -> None:
+def test_missing_numbers_are_imputed_like_in_scikit_learn(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", a=lambda row: "" if row % 6 == 0 else row * row, b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert data.columns == ("a", "a missing", "b")
@@ -202,7 +176,7 @@ def test_a_missing_text_is_a_category_of_its_own(tmp_path: Path) -> None:
 
 def test_the_parts_of_dates_are_those_of_pandas() -> None:
     times = pd.date_range("1599-12-28", "2401-03-02", freq="31h17min", unit="s")
-    found = parts_of(torch.from_numpy(times.astype("int64").to_numpy() / 86400))
+    found = date_parts(torch.from_numpy(times.astype("int64").to_numpy() / 86400))
     theirs = {"year": times.year, "month": times.month, "day": times.day, "weekday": times.day_of_week}
     for part, want in theirs.items():
         np.testing.assert_array_equal(found[part].numpy(), want.to_numpy())
@@ -213,7 +187,6 @@ def test_the_parts_of_dates_are_those_of_pandas() -> None:
     ("text", "order", "want"),
     [
         ("2020-02-29", "ymd", "2020-02-29"),
-        ("2020/2/9", "ymd", "2020-02-09"),
         ("2020-02-29T18:30:15.5Z", "ymd", "2020-02-29 18:30:15.5"),
         ("2020-02-29 01:00+02:00", "ymd", "2020-02-28 23:00"),
         ("29.2.2020 7:05", "dmy", "2020-02-29 07:05"),
@@ -221,22 +194,21 @@ def test_the_parts_of_dates_are_those_of_pandas() -> None:
         ("12/31/99", "mdy", "1999-12-31"),
         ("3 March 2021", "ymd", "2021-03-03"),
         ("Mar 3rd, 2021", "ymd", "2021-03-03"),
-        ("20210303", "ymd", "2021-03-03"),
         ("2021-03", "ymd", "2021-03-01"),
         ("1600000000", "ymd", "2020-09-13 12:26:40"),
         ("1600000000500", "ymd", "2020-09-13 12:26:40.5"),
     ],
 )
-def test_a_date_is_read_as_it_is_written(text: str, order: str, want: str) -> None:
+def test_a_date_is_parsed(text: str, order: str, want: str) -> None:
     assert read_date(text, order) == pytest.approx(pd.Timestamp(want).timestamp() / 86400, abs=1e-9)
 
 
 @pytest.mark.parametrize("text", ["2021-02-29", "31.4.2020", "2020-13-01", "2020-01-01 25:00", "1.2.10", "soon", "12"])
-def test_what_is_no_date_is_none(text: str) -> None:
+def test_an_invalid_date_is_nan(text: str) -> None:
     assert all(math.isnan(read_date(text, order)) for order in ("ymd", "dmy", "mdy"))
 
 
-def test_day_and_month_are_told_apart_by_the_whole_column() -> None:
+def test_the_order_of_day_and_month_follows_from_the_whole_column() -> None:
     assert date_order(["01/02/2020", "13/02/2020", None]) == "dmy"
     assert date_order(["01/02/2020", "02/13/2020"]) == "mdy"
     assert date_order(["1.2.2020"]) == "dmy"
@@ -257,7 +229,7 @@ def test_dates_become_their_parts(tmp_path: Path, form: str) -> None:
         data = md.load(tmp_path / "x.parquet", target="y")
     else:
         data = md.load(written(tmp_path / "x.csv", when=lambda row: day(row).strftime(form)), target="y")
-    assert data.columns == tuple(f"when {part}" for part in PARTS)
+    assert data.columns == tuple(f"when {part}" for part in DATE_PARTS)
     assert (reading(data, "when").read_as, reading(data, "when").values) == ("date", ROWS)
     assert values(data, "when month") == {row: day(row).month for row in range(ROWS)}
     assert values(data, "when hour") == {row: 6 + row % 3 for row in range(ROWS)}
@@ -265,19 +237,19 @@ def test_dates_become_their_parts(tmp_path: Path, form: str) -> None:
     assert days[9] - days[3] == pytest.approx(30)
 
 
-def test_dates_that_could_be_read_two_ways_are_left_out_until_the_user_says_which(tmp_path: Path) -> None:
+def test_ambiguous_dates_are_left_out_unless_the_order_is_given(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", d=lambda row: f"{row % 12 + 1}/{row % 7 + 1}/2020", b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert data.columns == ("b",)
-    assert reading(data, "d").dropped == "day and month cannot be told apart in '1/1/2020': read it as dmy or as mdy"
-    with raises("read_as of 'd' must be dmy or mdy, got 'date': its day and month cannot be told apart"):
+    assert reading(data, "d").dropped == "the order of day and month is ambiguous in '1/1/2020': read it as dmy or mdy"
+    with raises("read_as of 'd' must be dmy or mdy, got 'date': the order of day and month is ambiguous"):
         md.load(path, target="y", read_as={"d": "date"})
     for order, part in (("dmy", "day"), ("mdy", "month")):
         data = md.load(path, target="y", read_as={"d": order})
         assert values(data, f"d {part}") == {row: row % 12 + 1 for row in range(ROWS)}
 
 
-def test_types_of_parquet_that_hold_times_are_read(tmp_path: Path) -> None:
+def test_parquet_columns_of_times_are_read(tmp_path: Path) -> None:
     times = [day(row) if row % 9 else None for row in range(ROWS)]
     table = {
         "nanoseconds": pa.array(times, pa.timestamp("ns")),
@@ -290,20 +262,20 @@ def test_types_of_parquet_that_hold_times_are_read(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(table), tmp_path / "x.parquet")
     data = md.load(tmp_path / "x.parquet", target="y")
-    for name, hour in (("nanoseconds", 0), ("elsewhere", 0)):
+    for name in ("nanoseconds", "elsewhere"):
         found = values(data, f"{name} hour")
-        assert all(found[row] == 6 + row % 3 + hour for row in range(ROWS) if row % 9)
+        assert all(found[row] == 6 + row % 3 for row in range(ROWS) if row % 9)
         assert values(data, f"{name} missing") == {row: float(row % 9 == 0) for row in range(ROWS)}
     assert "date hour" not in data.columns
     assert all(values(data, "clock")[row] == 6 + row % 3 for row in range(ROWS) if row % 9)
     assert values(data, "length")[5] == pytest.approx(5 / 60)
-    assert reading(data, "list").dropped == "values of this type are not read"
+    assert reading(data, "list").dropped == "unsupported type"
 
 
 # -- categories, ids, constants ----------------------------------------------------------------------------
 
 
-def test_of_many_categories_the_frequent_ones_are_kept_and_the_others_are_one(tmp_path: Path) -> None:
+def test_rare_categories_are_merged(tmp_path: Path) -> None:
     path = written(
         tmp_path / "x.csv", c=lambda row: "abc"[row % 3] if row < 45 else f"rare {row}", b=lambda row: row % 5
     )
@@ -311,68 +283,56 @@ def test_of_many_categories_the_frequent_ones_are_kept_and_the_others_are_one(tm
     path.write_text("\n".join([lines[0], *lines[1:46] * 2, *lines[46:], *(f"r{row},1,{row}" for row in range(30))]))
     data = md.load(path, target="y")
     assert data.columns == ("c=a", "c=b", "c=c", "c other", "b")
-    assert reading(data, "c").note == "many categories: the 3 most frequent are kept, all others are one"
+    assert reading(data, "c").note == "many categories: the 3 most frequent are kept, the others are merged"
     far = tmp_path / "far.csv"
     far.write_text("c,b\nb,1\nnew,1\n")
     assert md.load(path, target="y", ood=far).ood["far"].tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 1, 1]]
 
 
 DROPPED: dict[str, tuple[Callable[[int], object], str, str]] = {
-    "row numbers": (lambda row: row + 17, "id", "each value is the one before and 1, as row numbers are"),
-    "user_id": (lambda row: row * 7919 % 1009, "id", "all values differ, and the name is that of an id"),
-    "token": (lambda row: f"x-{row * 7919 % 1009:x}", "id", "all values differ"),
-    "remark": (lambda row: f"text {row // 2}", "text", "30 different texts, none of which is in 10 training rows"),
-    "constant": (lambda row: 7.5, "constant", "it is the same in all training rows"),
-    "one word": (lambda row: "same", "constant", "it is the same in all training rows"),
-    "empty": (lambda row: "", "empty", "the training rows have no value"),
-    "": (lambda row: row % 9, "id", "it has no name, as row numbers have"),
+    "row numbers": (lambda row: row + 17, "id", "consecutive integers, probably row numbers"),
+    "user_id": (lambda row: row * 7919 % 1009, "id", "all values are distinct, and the name suggests an id"),
+    "token": (lambda row: f"x-{row * 7919 % 1009:x}", "id", "all values are distinct"),
+    "remark": (lambda row: f"text {row // 2}", "text", "30 distinct texts, none in at least 10 training rows"),
+    "constant": (lambda row: 7.5, "constant", "constant in the training rows"),
+    "one word": (lambda row: "same", "constant", "constant in the training rows"),
+    "empty": (lambda row: "", "empty", "no value in the training rows"),
+    "": (lambda row: row % 9, "id", "no name, probably row numbers"),
 }
 
 
 @pytest.mark.parametrize("name", DROPPED)
-def test_what_cannot_be_learned_from_is_left_out_and_named(name: str, tmp_path: Path) -> None:
+def test_useless_columns_are_left_out_with_a_reason(name: str, tmp_path: Path) -> None:
     value, read_as, reason = DROPPED[name]
     data = md.load(written(tmp_path / "x.csv", **{name: value, "b": lambda row: row % 5}), target="y")
     assert data.columns == ("b",)
     assert (reading(data, name).read_as, reading(data, name).dropped) == (read_as, reason)
 
 
-def test_whole_numbers_that_all_differ_stay_and_are_told(tmp_path: Path) -> None:
+def test_distinct_integers_are_kept_with_a_note(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", people=lambda row: row * 7919 % 1009, b=lambda row: row % 5)
     data = md.load(path, target="y")
     assert data.columns == ("people", "b")
-    assert reading(data, "people").note == "all values differ: maybe an id"
+    assert reading(data, "people").note == "all values are distinct: maybe an id"
 
 
-def test_a_column_that_is_asked_for_is_not_left_out(tmp_path: Path) -> None:
+def test_a_column_given_by_name_is_not_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", id=lambda row: row, c=lambda row: 1, b=lambda row: row % 5)
     assert md.load(path, target="y", columns=["id", "c"]).columns == ("id", "c")
     assert md.load(path, target="y", read_as={"id": "number"}).columns == ("id", "b")
-    assert md.load(path, target="y", drop=["b"]).columns == ("id",)  # rather row numbers than nothing
+    assert md.load(path, target="y", drop=["b"]).columns == ("id",)  # row numbers are the last resort
     assert md.load(path, target="y", read_as={"b": "category"}).columns == tuple(f"b={value}" for value in range(5))
     data = md.load(path, target="y", read_as={"b": "text"}, columns=["b", "id"])
-    assert data.columns == ("id",) and reading(data, "b").dropped == "texts are not read"
-    assert reading(data, "c").dropped == "it is not among the columns to read"
-
-
-def test_arrays_are_features_as_they_are(tmp_path: Path) -> None:
-    x = np.stack([np.arange(30.0), np.ones(30), np.arange(30.0) % 4], 1)
-    np.savez(tmp_path / "x.npz", X=x, y=np.arange(30.0) / 3)
-    assert md.load(tmp_path / "x.npz").columns == ("x0", "x1", "x2")
-
-
-def test_texts_that_all_differ_are_no_classes(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.csv", name=lambda row: f"n{row}", b=lambda row: row % 5)
-    with raises("target='name' must hold classes, got 60 different texts in 60 rows"):
-        md.load(path, target="name")
+    assert data.columns == ("id",) and reading(data, "b").dropped == "free text cannot be a feature"
+    assert reading(data, "c").dropped == "not among the selected columns"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "drop='size' is no column of x.csv, which has a, b, y": {"drop": ["size"]},
-    "read_as='size' is no column of x.csv, which has a, b, y": {"read_as": {"size": "date"}},
+    "drop='size' is not a column of x.csv, which has a, b, y": {"drop": ["size"]},
+    "read_as='size' is not a column of x.csv, which has a, b, y": {"read_as": {"size": "date"}},
     "read_as of 'a' must be number, date, category, text, dmy or mdy, got 'float'": {"read_as": {"a": "float"}},
-    "read_as of 'b' cannot be date: its values are like '0'": {"read_as": {"b": "date"}},
-    "read_as of 'a' cannot be number: its values are like 'red'": {"read_as": {"a": "number"}},
+    "read_as of 'b' cannot be date: its values look like '0'": {"read_as": {"b": "date"}},
+    "read_as of 'a' cannot be number: its values look like 'red'": {"read_as": {"a": "number"}},
     "read_as of 'a' must be left out, since drop= leaves this column out": {"drop": ["a"], "read_as": {"a": "text"}},
     "drop must not name the target 'y', got ['y']": {"drop": ["y"]},
     "columns must leave a feature beside the target 'y' in x.csv, got none": {"drop": ["a", "b"]},
@@ -381,7 +341,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sentence", OPTIONS)
-def test_what_cannot_be_read_so_is_refused(sentence: str, tmp_path: Path) -> None:
+def test_contradictory_options_are_refused(sentence: str, tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", a=lambda row: ("red", "blue")[row % 2], b=lambda row: row % 5)
     with raises(sentence):
         md.load(path, target="y", **OPTIONS[sentence])
@@ -390,15 +350,12 @@ def test_what_cannot_be_read_so_is_refused(sentence: str, tmp_path: Path) -> Non
 # -- what is kept ------------------------------------------------------------------------------------------
 
 
-def test_a_feature_and_how_it_was_read_come_back_from_a_prepared_file(tmp_path: Path) -> None:
+def test_a_prepared_file_keeps_features_and_readings(tmp_path: Path) -> None:
     columns = {"d": lambda row: day(row).date(), "c": lambda row: "ab"[row % 2], "a": lambda row: row % 7 or ""}
     data = md.load(written(tmp_path / "x.csv", **columns), target="y")
     back = md.read(md.save(data, tmp_path / "x.mtdata"))
     assert (back.features, back.reading) == (data.features, data.reading)
     assert [type(feature) for feature in back.features] == [Date, Category, Number]
-
-
-def test_plain_values_make_the_same_feature() -> None:
     for feature in (Number("a", 1.5, True, ",", 7.0), Date("d", ("year", "days"), "dmy", 3.0), Category("c", ("é",))):
         assert feature_of(feature.plain()) == feature
 
@@ -413,12 +370,12 @@ def test_plain_values_make_the_same_feature() -> None:
         ["number"],
     ],
 )
-def test_what_is_no_feature_is_refused(plain: Any) -> None:
+def test_an_invalid_feature_is_refused(plain: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         feature_of(plain)
 
 
-def test_only_the_training_rows_decide_what_is_known() -> None:
+def test_categories_come_from_the_training_rows() -> None:
     column = Column("text", ["a", "b"] * 10 + ["c"] * 10)
     (feature,), _ = read_columns({"c": column}, torch.arange(20))
     assert feature.names == ("c=a", "c=b")

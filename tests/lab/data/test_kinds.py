@@ -1,4 +1,4 @@
-"""A kind of data is one row: a toy kind is read, prepared, trained, measured, shown and predicted as any other."""
+"""Kinds of data: adding one row is enough to read, prepare, train, measure, show and predict a new kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.zoo.predictions import raises
 
 
 class StepEncoder(TableEncoder):
-    """A series of one number a step, `[N, T, 1]`."""
+    """Encode series of one number per step, `[N, T, 1]`."""
 
     def __call__(self, columns: Mapping[str, Column], rows: Tensor, where: Any = None) -> Encoded:
         found = super().__call__(columns, rows)
@@ -48,7 +48,7 @@ SERIES = Kind(
         **kind_of_shape((4,)).defaults((4,), rows), "model": {"name": "mlp", "settings": {"hidden": [50]}},
     },
     arguments=lambda model, shape, outputs, taken: {"inputs": math.prod(shape), "outputs": outputs},
-    named=True,
+    has_columns=True,
 )  # fmt: skip
 
 
@@ -58,31 +58,30 @@ def test_a_new_kind_of_data_is_one_row(tmp_path: Path, monkeypatch: pytest.Monke
     rows = [[*map(str, row), "up" if row[-1] > row[0] else "down"] for row in steps.tolist()]
     header = [*(f"t{step}" for step in range(6)), "way"]
     (tmp_path / "walks.csv").write_text("\n".join(",".join(row) for row in [header, *rows]))
-    methods = {"deep": {"members": 2}, "mc_dropout": {}}
-    run = prepare(Spec.of(data=tmp_path / "walks.csv", target="way", methods=methods, draws=3), tmp_path / "run")
+    methods = {"deep": {"members": 2}}
+    run = prepare(Spec.of(data=tmp_path / "walks.csv", target="way", methods=methods), tmp_path / "run")
     data = datasets.read(run.data_path)
     assert repr(data) == "Data('walks': 84 + 12 + 24 series of [6, 1], 2 classes)"
     assert data.kind is SERIES and (run.about or {})["kind"] == "series"
-    for job in run.jobs:
-        run_job(job.directory, "cpu")
-        scores = json.loads((job.directory / "metrics.json").read_text())["scores"]
-        assert scores["accuracy"]["value"] > 0.75
+    (job,) = run.jobs
+    run_job(job.directory, "cpu")
+    assert json.loads((job.directory / "metrics.json").read_text())["scores"]["accuracy"]["value"] > 0.75
     assert report.write(run.directory).is_file()
-    told = run_cli("predict", run.jobs[0].directory, tmp_path / "walks.csv", "--device", "cpu").out
-    labels = [line.split(",")[1] for line in told.splitlines()[1:]]
+    answers = run_cli("predict", job.directory, tmp_path / "walks.csv", "--device", "cpu").out
+    labels = [line.split(",")[1] for line in answers.splitlines()[1:]]
     assert sum(label == row[-1] for label, row in zip(labels, rows, strict=True)) > 90
     assert set(METHODS) - set(methods_for(data.shape)) == {"smooth", "smooth_dropout", "lora"}
     with raises("training.augment='crop' is for images"):
         Spec.of(augment="crop").resolved(data.shape)
 
 
-def test_what_is_of_no_kind_is_refused() -> None:
+def test_inputs_of_no_kind_are_refused() -> None:
     forms = "uint8 images [N, C, H, W] or int32 tokens [N, T] or float32 features [N, F]"
-    with raises(f"shape must be that of one of {forms}, got [2, 3]"):
+    with raises(f"shape must fit {forms}, got [2, 3]"):
         kind_of_shape((2, 3))
     with raises(f"x must be {forms}, got torch.uint8 [1, 4, 4]"):
         datasets.Part(torch.zeros(1, 4, 4, dtype=torch.uint8), torch.zeros(1))
 
 
-def test_the_digits_are_read_once_in_a_process() -> None:
+def test_the_digits_are_cached() -> None:
     assert datasets.load("digits") is datasets.load("digits")

@@ -1,4 +1,4 @@
-"""What a network sees of a table: normal scores of numbers, bins of them, and zeros and ones as they are."""
+"""Preprocessing of tables: normal scores and bins of numbers; zeros and ones unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fitted(values: Tensor) -> Tensor:
 
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=60))
 @settings(deadline=None)
-def test_few_values_get_the_normal_scores_of_their_middle_ranks(numbers: list[int]) -> None:
+def test_few_values_get_the_normal_scores_of_their_mid_ranks(numbers: list[int]) -> None:
     want = stats.norm.ppf((stats.rankdata(numbers) - 0.5) / len(numbers))
     np.testing.assert_allclose(fitted(torch.tensor(numbers, dtype=torch.float32)), want, atol=1e-5)
 
@@ -33,24 +33,24 @@ def test_many_values_are_close_to_scikit_learn_s_transform() -> None:
     values = torch.randn(30_000, generator=torch.Generator().manual_seed(0)).exp()
     judge = QuantileTransformer(n_quantiles=1000, output_distribution="normal", subsample=None)
     want = judge.fit_transform(values[:, None].numpy())[:, 0]
-    inside = np.abs(want) < 2.5  # beyond, theirs goes to 5.2 at the least and the largest value
+    inside = np.abs(want) < 2.5  # theirs extends the extremes to 5.2
     np.testing.assert_allclose(fitted(values).numpy()[inside], want[inside], atol=0.01)
     assert Preprocessing.fitted(values[:, None], [True]).knots.shape[1] <= MOST + 3  # type: ignore[union-attr]
 
 
-def test_scores_rise_with_values_and_stay_finite_far_away() -> None:
+def test_scores_are_monotonic_and_bounded() -> None:
     values = torch.randn(500, generator=torch.Generator().manual_seed(0))
     transform = Preprocessing.fitted(values[:, None], [True])
     far = torch.tensor([-1e30, -10.0, *values.sort().values.tolist(), 10.0, 1e30])
     scores = transform(far[:, None])[:, 0]
     assert (scores.diff() >= 0).all() and scores.isfinite().all()
     top = scores[2:-2].max()
-    assert scores[-1] == scores[-2] == top + 2  # it goes on by two deviations, and no further
+    assert scores[-1] == scores[-2] == top + 2  # extended by two standard deviations
     beyond = transform((values.max() + values.std(correction=0))[None, None]).item()
     assert beyond == pytest.approx(top.item() + 1, abs=1e-5)
 
 
-def test_what_is_exported_computes_the_same() -> None:
+def test_an_exported_preprocessing_is_equal() -> None:
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     x[:, 1] = x[:, 1].round()
     x[:, 2] = (x[:, 2] > 0).float()
@@ -62,14 +62,14 @@ def test_what_is_exported_computes_the_same() -> None:
     torch.testing.assert_close(transform.double()(new.double()).float(), transform.float()(new))
 
 
-def test_constant_columns_and_single_rows_are_taken() -> None:
+def test_constant_columns_and_single_rows_are_supported() -> None:
     x = torch.tensor([[5.0, 1.0], [5.0, 2.0]])
     scores = Preprocessing.fitted(x, [True, True])(x)
     assert scores[:, 0].tolist() == [0.0, 0.0] and scores[0, 1] == -scores[1, 1] != 0
     assert Preprocessing.fitted(x[:1], [True, True])(x[:1]).tolist() == [[0.0, 0.0]]
 
 
-def test_standardisation_is_the_other_way() -> None:
+def test_numbers_can_be_standardised_instead() -> None:
     x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)) * 7 + 3
     z = Preprocessing.fitted(x, [True, True], "standard")(x)
     torch.testing.assert_close(z, (x - x.mean(0)) / x.std(0, correction=0))
@@ -77,16 +77,16 @@ def test_standardisation_is_the_other_way() -> None:
         Preprocessing.fitted(x, [True, True], "ranks")
 
 
-def test_edges_hold_about_as_many_rows_each() -> None:
+def test_bins_hold_equal_numbers_of_rows() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).exp()
     edges = torch.tensor(edges_of(values, 8))
     counts = torch.histogram(values, edges).hist
     assert len(edges) == 9 and counts.min() >= 120 and counts.max() <= 130
     assert edges_of(torch.tensor([1.0, 1.0, 1.0, 2.0]), 48) == [1.0, 2.0]
-    assert edges_of(torch.tensor([1.0, 1.0 + 1e-6, 1.0 + 2e-6]), 48) == []  # no more than rounding
+    assert edges_of(torch.tensor([1.0, 1.0 + 1e-6, 1.0 + 2e-6]), 48) == []  # rounding noise
 
 
-def test_the_layout_of_a_table_says_what_its_features_are(tmp_path: Path) -> None:
+def test_the_layout_of_a_table_describes_its_features(tmp_path: Path) -> None:
     rows = [
         f"{row},{'' if row % 7 == 0 else row % 10},{'abc'[row % 3]},2020-0{1 + row % 9}-0{1 + row % 8},{row % 13}.5"
         for row in range(200)
@@ -107,7 +107,7 @@ def test_the_layout_of_a_table_says_what_its_features_are(tmp_path: Path) -> Non
     assert abs(seen[:, places["a"]].mean().item()) < 0.05 and seen[:, places["a"]].std().item() == pytest.approx(1, 0.1)
 
 
-def test_prepared_files_keep_how_numbers_are_seen(tmp_path: Path) -> None:
+def test_prepared_files_keep_the_preprocessing(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("\n".join(["a,y", *(f"{row**2},{row}.5" for row in range(100))]))
     found = {}
     for numbers in ("quantile", "standard"):

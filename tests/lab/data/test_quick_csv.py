@@ -1,4 +1,4 @@
-"""Large CSV files are read by Arrow, and give what small ones give."""
+"""Large CSV files, read by Arrow, give the same columns as small ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def every_file_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", [PLAIN, NUMBERS, PLAIN.replace("\n", "\r\n"), "\ufeff" + PLAIN, PLAIN.rstrip("\n")])
-def test_columns_are_those_that_are_read_cell_by_cell(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_equal_those_read_cell_by_cell(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.csv"
     path.write_text(text, newline="")
     found = open_source(path)
@@ -40,9 +38,8 @@ def test_columns_are_those_that_are_read_cell_by_cell(
         assert (other.kind, other.whole) == (column.kind, column.whole)
         if column.numeric:
             assert torch.equal(other.values.nan_to_num(), column.values.nan_to_num())
-            assert torch.equal(other.values.isnan(), column.values.isnan()) and torch.equal(
-                other.empty(), column.empty()
-            )
+            assert torch.equal(other.values.isnan(), column.values.isnan())
+            assert torch.equal(other.empty(), column.empty())
         else:
             assert other.texts() == column.texts()
     assert [found.place(row) for row in range(len(found))] == [wanted.place(row) for row in range(len(wanted))]
@@ -53,18 +50,18 @@ def test_columns_are_those_that_are_read_cell_by_cell(
     [
         "a;b\n1;2\n",  # another separator
         "a,b\n1,2\n3\n",  # a row with too few cells
-        "a,b\n1,2\n\n3,4\n",  # an empty line, after which lines and rows differ
-        'a,b\n"1\n2",3\n',  # a line within a cell
-        "a,a\n1,2\n",  # a name twice
+        "a,b\n1,2\n\n3,4\n",  # an empty line
+        'a,b\n"1\n2",3\n',  # a newline in a cell
+        "a,a\n1,2\n",  # a repeated name
         'a,b\n"1,5",2\n"2,5",3\n',  # decimal commas
     ],
 )
-def test_what_is_not_plain_is_left_to_who_reads_cell_by_cell(tmp_path: Path, text: str) -> None:
+def test_unusual_files_are_left_to_the_other_reader(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text)
     assert quick_columns(tmp_path / "a.csv") is None
 
 
-def test_latin_1_is_told_by_the_byte(tmp_path: Path) -> None:
+def test_latin_1_is_refused_with_its_byte(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("a,b\n1,größe\n".encode("latin-1"))
-    with pytest.raises(ValueError, match="a.csv must be UTF-8, which byte"):
+    with pytest.raises(ValueError, match="a.csv must be UTF-8, but byte"):
         load(tmp_path / "a.csv", target="b")

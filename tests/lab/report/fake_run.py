@@ -1,8 +1,4 @@
-"""A run directory like that of a study, written in a second and without training.
-
-Networks are logits from a fixed random generator: errors that all networks share, errors of each run and of each
-member. Scores are computed from them by `evaluate`, as in a study. `Tags` reads a page.
-"""
+"""Write a run directory without training: random logits, with scores computed by `evaluate`. `Tags` parses a page."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from multitudes.tasks.gaussian import join_gaussian
 
 @dataclass(frozen=True)
 class Fake:
-    """A method: how many members it has, how far they are apart and how wrong they are, and what they cost."""
+    """A method: number, diversity and error of its members, and its costs."""
 
     members: int
     apart: float
@@ -48,7 +44,7 @@ COLUMNS = [
     {"name": "id", "read_as": "id", "values": 270, "missing": 0, "dropped": "every row has another value", "note": ""},
     {"name": "day <b>", "read_as": "date", "values": 31, "missing": 4, "dropped": "", "note": "parts of a date"},
 ]
-"""How columns of a table were read that need a look."""
+"""Columns with remarks."""
 
 METHODS = {
     "single": Fake(1, 0.0, 1.0, 1.0, 1.0),
@@ -63,7 +59,7 @@ METHODS = {
 }
 FEW = ("single", "deep", "packed", "mc_dropout")
 OVERCONFIDENT = 1.6
-"""What logits are multiplied by, and deviations divided by, before calibration."""
+"""Factor of logits, and divisor of standard deviations, before calibration."""
 CORRUPTIONS, SEVERITIES = ("gaussian_noise", "fog"), (1, 3, 5)
 
 
@@ -77,7 +73,7 @@ def write_run(
     failed: Mapping[str, str] | None = None,
     landscape: bool = True,
 ) -> Path:
-    """Write a run: on the digits, or on `data`; without the jobs that are `missing` or `failed`."""
+    """Write a run on the digits or on `data`, without the jobs `missing` and `failed`."""
     chosen = dict(methods) if isinstance(methods, Mapping) else {name: METHODS[name] for name in methods}
     run = Run(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -118,8 +114,8 @@ def write_run(
     return directory
 
 
-class Given(nn.Module):
-    """A network whose inputs are its predictions, `[B, S, ...]`."""
+class Identity(nn.Module):
+    """Network that returns its inputs as predictions, `[B, S, ...]`."""
 
     def __init__(self, task: str) -> None:
         super().__init__()
@@ -130,8 +126,8 @@ class Given(nn.Module):
 
 
 def _scores(members: Tensor, target: Tensor, task: str = "classification", **options: Any) -> dict[str, Any]:
-    """All scores of members `[S, N, ...]`, as a study keeps them."""
-    found = evaluate(Given(task), (members.movedim(0, 1), target), progress=False, **options)
+    """Compute all scores of members `[S, N, ...]`, in the format of a study."""
+    found = evaluate(Identity(task), (members.movedim(0, 1), target), progress=False, **options)
     values = {name: None if math.isnan(value) else float(value) for name, value in found.items()}
     return {name: {"value": value, "count": found.counts[name]} for name, value in values.items()}
 
@@ -202,13 +198,13 @@ def _regression(fake: Fake, data: Any, generator: Any) -> tuple[dict[str, Any], 
 
 
 def _intervals(predicted: Predictive, y: Tensor) -> dict[str, Any]:
-    """Coverage and width of intervals of 90 %."""
+    """Return coverage and width of 90 % intervals."""
     values = {"coverage_90": interval_coverage(predicted, y, 0.9), "width_90": interval_width(predicted, y, 0.9)}
     return {name: {"value": float(value), "count": len(y)} for name, value in values.items()}
 
 
 def _rows_of_classes(predicted: Predictive, target: Tensor) -> dict[str, Tensor]:
-    """What each row adds to a score."""
+    """Return the contribution of each row to the scores."""
     hit = nn.functional.one_hot(target, predicted.probs.shape[1])
     nll = -predicted.log_probs.gather(1, target[:, None])[:, 0]
     right = (predicted.label == target).float()
@@ -216,7 +212,7 @@ def _rows_of_classes(predicted: Predictive, target: Tensor) -> dict[str, Tensor]
 
 
 def _raw(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores before calibration, as a study names them."""
+    """Rename scores to those before calibration."""
     return {f"raw/{name}": score for name, score in scores.items()}
 
 
@@ -229,7 +225,7 @@ def _costs(fake: Fake) -> dict[str, float]:
 
 
 def _times(methods: Mapping[str, Fake]) -> dict[str, Any]:
-    """Times that vary by a quarter, as `costs.json` has them."""
+    """Return times with a range, in the format of `costs.json`."""
 
     def time(ratio: float) -> dict[str, float]:
         wide = 1.25 if ratio != 1 else 1.0
@@ -257,7 +253,7 @@ def _plane() -> dict[str, Any]:
 
 
 def table_data() -> Data:
-    """Numbers to predict from numbers."""
+    """Return a regression data set."""
     x = torch.randn(3, 90, 3, generator=torch.Generator().manual_seed(0))
     parts = [Part(each, 10 + 3 * each.sum(1) + each[:, 0].cos()) for each in x]
     return Data("a table", *parts, columns=("a", "b", "c"))
@@ -267,7 +263,7 @@ MARKUP = "</script><img src=x onerror=alert(1)>"
 
 
 def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
-    """A run on colour images whose names, and that of one method, are markup, as all words of its files are."""
+    """Write a run on colour images in which all names are markup."""
     x = torch.randint(0, 256, (4, 60, 3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     parts = [Part(each, torch.arange(60) % 3) for each in x[:3]]
     data = Data("images", *parts, classes=(MARKUP, "b", "c"), ood={f"a/{MARKUP}": x[3]})
@@ -287,7 +283,7 @@ def evil_run(directory: Path, methods: Mapping[str, Fake]) -> Path:
 
 
 class Tags(HTMLParser):
-    """The tags of a page with their attributes, and which of them are left open."""
+    """Collect the tags of a page with their attributes, and unclosed tags."""
 
     VOID = ("meta", "img", "link", "br", "hr", "input", "wbr")
 
@@ -313,10 +309,10 @@ class Tags(HTMLParser):
 
 
 def series(views: list[View], results: Results, view: int = 0) -> dict[str, Series]:
-    """The lines of a figure, by their method."""
+    """Return the lines of a figure by method."""
     return {results.methods[each.method]: each for each in views[view].series if each.method is not None}
 
 
-def kept(run: Path, method: str, seed: int, name: str = "metrics.json") -> Any:
+def read_file(run: Path, method: str, seed: int, name: str = "metrics.json") -> Any:
     path = run / "jobs" / f"{method}-{seed}" / name
     return json.loads(path.read_text()) if name.endswith("json") else Job(path.parent).predictions

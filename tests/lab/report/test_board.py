@@ -1,4 +1,4 @@
-"""The first screen and the leaderboard of a page: the words, rows and numbers of the terminal, and the files' own."""
+"""The first screen and the leaderboard of a page, compared with the terminal and the files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import pytest
 
 from multitudes.lab.cli.screen import leaderboard_tables, show
 from multitudes.lab.report import Results
-from multitudes.lab.report.board import answer, cost, standings
+from multitudes.lab.report.board import answer_figure, cost, standings
 from multitudes.lab.report.page import page, sections
 from multitudes.lab.report.run_results import read_results
 from multitudes.lab.study.results.leaderboard import leaderboard
 from multitudes.lab.study.results.recommendation import recommend
 from multitudes.lab.study.run.store import Run
-from tests.lab.report.fake_run import FEW, METHODS, Tags, kept, series, write_run
-from tests.lab.report.report_cases import regression, results, run  # noqa: F401
+from tests.lab.report.fake_run import FEW, METHODS, Tags, read_file, series, write_run
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +31,25 @@ def text(results: Results) -> str:
 
 @pytest.fixture(scope="module")
 def board(results: Results) -> str:
-    """The HTML of the leaderboard."""
+    """Return the HTML of the leaderboard."""
     return next(part.html for part in sections(results) if part.name == "leaderboard")
 
 
 # -- the first screen --------------------------------------------------------------------------------------
 
 
-def test_the_answer_is_at_the_top_in_the_words_of_the_terminal(run: Path, text: str) -> None:
+def test_the_page_starts_with_the_recommendation(run: Path, text: str) -> None:
     header = text[text.index("<header>") : text.index("</header>")]
-    told = recommend(leaderboard(Run(run)))
-    assert f"<h1>{html.escape(told.headline)}</h1>" in header and told.advice and told.notes
-    for each in told.advice:
+    found = recommend(leaderboard(Run(run)))
+    assert f"<h1>{html.escape(found.headline)}</h1>" in header and found.advice and found.notes
+    for each in found.advice:
         assert f"<dt>{each.budget}</dt><dd>{html.escape(each.sentence)}</dd>" in header
-    assert all(html.escape(note) in header for note in told.notes)
-    assert "<aside" not in text, "a complete run has no notice"
+    assert all(html.escape(note) in header for note in found.notes)
+    assert "<aside" not in text
 
 
-def test_the_figure_of_the_answer_has_the_points_of_the_recommendation(results: Results) -> None:
-    found, view = results.recommendation, answer(results)
+def test_the_first_figure_shows_the_points_of_the_recommendation(results: Results) -> None:
+    found, view = results.recommendation, answer_figure(results)
     assert view is not None
     single = next(row["nll"] for row in results.board if row.name == "single")
     own = series([view], results)
@@ -64,34 +63,23 @@ def test_the_figure_of_the_answer_has_the_points_of_the_recommendation(results: 
     assert list(zip(line.x, line.y, strict=True)) == [(p.cost, p.score) for p in found.points if p.on_frontier]
 
 
-def test_what_is_recommended_is_highlighted(tmp_path: Path) -> None:
+def test_six_methods_are_highlighted_including_recommended_and_single(tmp_path: Path) -> None:
     many = {f"bad_{at}": replace(METHODS["smooth"], wrong=1.0 + at) for at in range(6)}
     given = {"single": replace(METHODS["single"], wrong=4.0), "good": replace(METHODS["smooth"], wrong=0.1), **many}
     results = read_results(write_run(tmp_path, given, [0, 1], landscape=False))
-    chosen = results.recommendation.methods
-    assert chosen and set(chosen) <= set(results.methods[:6]) and "single" in results.methods[:6]
-
-
-@pytest.mark.slow
-def test_six_methods_are_highlighted_the_single_network_among_them(tmp_path: Path) -> None:
-    many = {name: METHODS[name] for name in ("deep", "packed", "masksembles", "mimo", "variance", "smooth", "swag")}
-    last = replace(METHODS["single"], wrong=3.0)
-    results = read_results(write_run(tmp_path, {"single": last, **many}, [0], landscape=False))
-    ranked = [row.name for row in results.board if not row.baseline]
-    assert ranked[-1] == "single" and results.methods[5] == "single"
-    assert sorted(results.methods) == sorted(ranked)
+    chosen, ranked = results.recommendation.methods, [row.name for row in results.board if not row.baseline]
+    assert chosen and {*chosen, "single"} <= set(results.methods[:6]) and sorted(results.methods) == sorted(ranked)
     assert results.methods[:6] == [name for name in ranked if name in results.methods[:6]], "the best first"
     tags = Tags(page(results))
     pressed = [button["aria-pressed"] for button in tags.all("button") if "data-method" in button]
-    assert pressed == ["true"] * 6 + ["false"] * 2, "one legend"
-    lit = {g["data-method"] for g in tags.all("g") if g.get("class") == "m on"}
-    assert lit == {str(number) for number in range(6)}
+    assert pressed == ["true"] * 6 + ["false"] * 2
+    assert {g["data-method"] for g in tags.all("g") if g.get("class") == "m on"} == set(map(str, range(6)))
 
 
 # -- the leaderboard ---------------------------------------------------------------------------------------
 
 
-def test_baselines_stand_in_the_table_and_whoever_is_worse_is_called_so(tmp_path: Path) -> None:
+def test_the_leaderboard_has_baselines_and_flags_worse_methods(tmp_path: Path) -> None:
     bad = {"bad": replace(METHODS["single"], wrong=40.0), "single": METHODS["single"]}
     results = read_results(write_run(tmp_path, bad, [0], landscape=False))
     lines = standings(results)["first"]["rows"]
@@ -112,7 +100,7 @@ def test_baselines_stand_in_the_table_and_whoever_is_worse_is_called_so(tmp_path
         assert (f"{line.name} ({line.remark})" if line.remark else line.name) in shown.getvalue()
 
 
-def test_terminal_and_page_show_the_same_numbers_in_the_same_order(results: Results, regression: Results) -> None:
+def test_terminal_and_page_show_the_same_table(results: Results, regression: Results) -> None:
     for each in (results, regression):
         shown = io.StringIO()
         with redirect_stdout(shown):
@@ -126,11 +114,11 @@ def test_terminal_and_page_show_the_same_numbers_in_the_same_order(results: Resu
         assert [line[1:] for line in cells] == on_page
 
 
-def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(run: Path, results: Results, board: str) -> None:
+def test_the_leaderboard_averages_seeds_and_marks_the_best(run: Path, results: Results, board: str) -> None:
     lines = [line for line in standings(results)["first"]["rows"] if line.method is not None]
     table = {line.name: line.cells for line in lines}
     for at, (name, scale, choose) in enumerate([("nll", 1, min), ("accuracy", 100, max)]):
-        mean = {m: np.mean([kept(run, m, seed)["scores"][name]["value"] for seed in range(3)]) for m in FEW}
+        mean = {m: np.mean([read_file(run, m, seed)["scores"][name]["value"] for seed in range(3)]) for m in FEW}
         assert {m: table[m][at].value for m in FEW} == pytest.approx({m: scale * mean[m] for m in FEW})
         best = choose(FEW, key=mean.__getitem__)
         assert [m for m in table if table[m][at].best] == [best]
@@ -139,7 +127,7 @@ def test_the_leaderboard_has_means_over_seeds_and_marks_the_best(run: Path, resu
     assert list(table) == sorted(FEW, key=nll.__getitem__)
 
 
-def test_the_table_opens_sorted_by_the_score_that_ranks(results: Results, board: str) -> None:
+def test_the_table_is_sorted_by_the_ranking_score(results: Results, board: str) -> None:
     heads = standings(results)["first"]["head"]
     assert [head.title for head in heads if head.sorted] == ["NLL\u00a0↓"]
     by_title = {head.title.split("\u00a0")[0]: head.order for head in heads}
@@ -151,7 +139,7 @@ def test_the_table_opens_sorted_by_the_score_that_ranks(results: Results, board:
     assert 'aria-sort="ascending"><button type="button">NLL' in board
 
 
-def test_on_the_line_of_costs_nothing_cheaper_is_better(run: Path, results: Results) -> None:
+def test_the_line_of_costs_is_the_pareto_frontier(run: Path, results: Results) -> None:
     views = cost(results)["views"]
     timed = next(at for at, view in enumerate(views) if view.label == "NLL against inference time")
     times = json.loads((run / "costs.json").read_text())["methods"]

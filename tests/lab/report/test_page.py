@@ -1,4 +1,4 @@
-"""The page in a real browser: headless Chromium draws every figure, at two widths, in light and dark, and on paper."""
+"""The page in headless Chromium: figures, interaction, phones, dark mode and printing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
-    """Opens a page, or one that is open, and says that nothing went wrong on it or was loaded from elsewhere."""
+    """Open pages, reusing open ones, and check that they have no errors and load nothing from elsewhere."""
     known: dict[tuple[str, bool, str, bool], tuple[Any, list[str]]] = {}
 
     def load(name: str, phone: bool, scheme: str, script: bool) -> tuple[Any, list[str]]:
@@ -61,11 +61,14 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
         return page, wrong
 
     @contextmanager
-    def open_page(name: str, phone: bool = False, scheme: str = "light", script: bool = True) -> Iterator[Any]:
+    def open_page(
+        name: str, phone: bool = False, scheme: str = "light", script: bool = True, unfold: bool = False
+    ) -> Iterator[Any]:
         key = (name, phone, scheme, script)
         if key not in known:
             known[key] = load(*key)
         page, wrong = known[key]
+        page.evaluate(UNFOLD, unfold)
         yield page
         assert wrong == []
 
@@ -91,21 +94,17 @@ DRAWN = """
 """
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("name", ["digits", "table", "evil"])
-@pytest.mark.parametrize(("phone", "scheme"), [(False, "light"), (True, "dark")], ids=["desk", "phone"])
-def test_every_figure_is_drawn_within_its_frame(opened: Open, name: str, phone: bool, scheme: str) -> None:
-    with opened(name, phone, scheme) as page:
-        page.evaluate(UNFOLD, True)
+@pytest.mark.parametrize(("name", "phone"), [("digits", False), ("table", True), ("evil", True)])
+def test_every_figure_is_drawn_within_its_frame(opened: Open, name: str, phone: bool) -> None:
+    with opened(name, phone, "dark" if phone else "light", unfold=True) as page:
         drawn = page.evaluate(DRAWN)
-        page.evaluate(UNFOLD, False)
     assert len(drawn) == {"digits": 10, "table": 7, "evil": 10}[name]
     for plot, marks, seen, outside in drawn:
         assert seen == marks > 0, plot
         assert outside == 0, plot
 
 
-def test_without_a_script_all_figures_are_there_in_colour(opened: Open) -> None:
+def test_without_a_script_all_figures_are_visible_in_colour(opened: Open) -> None:
     with opened("digits", script=False) as page:
         views = page.locator("#plot-cost .view")
         assert views.count() > 1 and page.locator(".chooser").first.is_hidden()
@@ -122,15 +121,13 @@ def test_a_phone_does_not_scroll_sideways(opened: Open, name: str) -> None:
             page.evaluate(UNFOLD, unfold)
             wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
             assert wide <= seen == PHONE["width"]
-            # What is wider than its box could be seen by nobody, unless the box scrolls.
             inside = "[...document.querySelectorAll('.chart, .legend, h1, p, dd, figure, select')]"
             assert page.evaluate(f"{inside}.every((each) => each.getBoundingClientRect().right <= {PHONE['width']})")
-        page.evaluate(UNFOLD, False)
 
 
 @pytest.mark.parametrize("name", ["digits", "table"])
-def test_the_texts_of_figures_can_be_read_on_a_phone(opened: Open, name: str) -> None:
-    """No text is smaller than 9.5 pixels, and no tick lies on another."""
+def test_the_texts_of_figures_are_legible_on_a_phone(opened: Open, name: str) -> None:
+    """No text is smaller than 9.5 pixels, and no ticks overlap."""
     script = """
       () => [...document.querySelectorAll('.view:not([hidden]) .chart')].map((chart) => {
         const unit = chart.getBoundingClientRect().width / chart.viewBox.baseVal.width;
@@ -142,11 +139,9 @@ def test_the_texts_of_figures_can_be_read_on_a_phone(opened: Open, name: str) ->
         return [chart.ariaLabel, Math.min(...sizes, 99), over.length];
       })
     """
-    with opened(name, phone=True, scheme="dark") as page:
-        page.evaluate(UNFOLD, True)
+    with opened(name, phone=True, scheme="dark", unfold=True) as page:
         for title, smallest, over in page.evaluate(script):
             assert smallest >= 9.5 and over == 0, title
-        page.evaluate(UNFOLD, False)
 
 
 def values(page: Any, column: int) -> list[float]:
@@ -156,10 +151,10 @@ def values(page: Any, column: int) -> list[float]:
     ]
 
 
-def test_a_heading_sorts_best_first_by_click_and_by_key_and_once_more_turns_the_order(opened: Open) -> None:
+def test_headings_sort_by_click_and_by_key(opened: Open) -> None:
     with opened("digits") as page:
         table = page.locator(".board").first
-        assert values(page, 1) == sorted(values(page, 1)), "the page opens with the best NLL first"
+        assert values(page, 1) == sorted(values(page, 1))
         heading, before = table.locator("thead th").nth(2), values(page, 2)
         for order, turned in (("descending", True), ("ascending", False), ("descending", True)):
             heading.get_by_role("button").click()
@@ -168,7 +163,7 @@ def test_a_heading_sorts_best_first_by_click_and_by_key_and_once_more_turns_the_
         assert values(page, 1) == sorted(values(page, 1))
         table.get_by_role("button", name="Method").press("Space")
         names = table.locator("tbody th").evaluate_all("(all) => all.map((each) => each.dataset.value)")
-        assert names == sorted(names) and len(names) == 11, "nine methods and two baselines"
+        assert names == sorted(names) and len(names) == 11
         states = table.locator("thead th").evaluate_all("(all) => all.map((each) => each.ariaSort)")
         assert states.count("ascending") == 1 and states[0] == "ascending"
         rest = page.locator(".board").nth(1)
@@ -178,16 +173,15 @@ def test_a_heading_sorts_best_first_by_click_and_by_key_and_once_more_turns_the_
         cells = rest.locator(f"tbody tr td:nth-child({at + 1})")
         found = cells.evaluate_all("(all) => all.map((each) => each.dataset.value ?? null)")
         sizes = [abs(float(value)) for value in found[:9]]
-        assert sizes == sorted(sizes), "nearest to zero first"
-        assert found[9:] == [None, None], "and last the baselines, which have none"
-        page.evaluate(UNFOLD, False)
+        assert sizes == sorted(sizes)
+        assert found[9:] == [None, None]
 
 
 MUTE = "rgb(185, 192, 200)"
 
 
 def coloured(page: Any, figure: str) -> list[int]:
-    """The methods that are not grey in a figure."""
+    """Return the coloured methods of a figure."""
     script = """
       ([name, mute]) => [...document.querySelectorAll(`#${name} .view:not([hidden]) .m`)]
         .filter((each) => getComputedStyle(each).color !== mute).map((each) => Number(each.dataset.method))
@@ -195,7 +189,7 @@ def coloured(page: Any, figure: str) -> list[int]:
     return sorted(set(page.evaluate(script, [figure, MUTE])))
 
 
-def test_at_most_six_methods_are_highlighted_in_all_figures_at_once(opened: Open) -> None:
+def test_at_most_six_methods_are_highlighted(opened: Open) -> None:
     with opened("digits") as page:
         buttons = page.locator(".legend button")
         assert page.locator(".legend").count() == 1 and buttons.count() == 9
@@ -212,12 +206,10 @@ def test_at_most_six_methods_are_highlighted_in_all_figures_at_once(opened: Open
         panels = page.locator("#calibration .panel")
         page.locator("#calibration summary").first.click()
         assert [panels.nth(at).is_visible() for at in range(9)] == [True] * 6 + [False] * 3
-        page.evaluate(UNFOLD, False)
 
 
-def test_a_grey_method_has_colour_and_numbers_while_it_is_pointed_at(opened: Open) -> None:
-    with opened("digits") as page:
-        page.evaluate(UNFOLD, True)
+def test_hovering_colours_a_method_and_shows_its_numbers(opened: Open) -> None:
+    with opened("digits", unfold=True) as page:
         tip = page.locator("#tip")
         assert tip.is_hidden() and 8 not in coloured(page, "plot-cost")
         marks = page.locator('#plot-cost .view:not([hidden]) [data-method="8"] .marks')
@@ -229,23 +221,20 @@ def test_a_grey_method_has_colour_and_numbers_while_it_is_pointed_at(opened: Ope
         assert 8 in coloured(page, "plot-cost") and 8 in coloured(page, "plot-size")
         page.mouse.move(0, 0)
         assert tip.is_hidden() and 8 not in coloured(page, "plot-size")
-        page.evaluate(UNFOLD, False)
 
 
-def test_another_cost_or_corruption_can_be_chosen(opened: Open) -> None:
+def test_a_selection_changes_the_figure(opened: Open) -> None:
     title = "#{} .view:not([hidden]) .title"
-    with opened("digits") as page:
-        page.evaluate(UNFOLD, True)
+    with opened("digits", unfold=True) as page:
         assert page.locator(title.format("plot-cost")).first.inner_html().startswith("inference time")
         page.locator("select[data-plots=plot-cost]").select_option(label="accuracy against training time")
         assert page.locator(title.format("plot-cost")).first.inner_html().startswith("training time")
         together = page.locator("select[data-plots*=plot-shift-nll]")
         assert together.get_attribute("data-plots").split() == [f"plot-shift-{m}" for m in ("accuracy", "nll", "ece")]
         assert together.locator("option").all_inner_texts() == ["mean of all corruptions", "fog", "gaussian noise"]
-        page.evaluate(UNFOLD, False)
 
 
-def test_sections_unfold_one_by_one_and_all_at_once(opened: Open) -> None:
+def test_sections_unfold_individually_and_together(opened: Open) -> None:
     with opened("digits") as page:
         folds = page.locator(".fold")
         assert page.locator("details[open]").count() == 0
@@ -266,21 +255,13 @@ GROUND = "getComputedStyle(document.body).backgroundColor"
 LABEL = "getComputedStyle(document.querySelector('#plot-cost .title')).fill"
 
 
-def test_dark_mode_is_dark_in_plots_too_and_follows_the_system(opened: Open) -> None:
-    with opened("digits", scheme="dark") as page:
-        assert brightness(page, GROUND) < 0.15 and brightness(page, LABEL) > 0.7
-        page.emulate_media(color_scheme="light")
-        assert brightness(page, GROUND) > 0.9 and brightness(page, LABEL) < 0.3
-        page.emulate_media(color_scheme="dark")
-
-
-def test_paper_is_light_and_nothing_on_it_is_folded_or_too_wide(opened: Open, tmp_path: Path) -> None:
+def test_dark_mode_is_dark_and_the_printed_page_light_and_unfolded(opened: Open, tmp_path: Path) -> None:
     with opened("digits", scheme="dark") as page:
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         page.emulate_media(media="print", color_scheme="dark")
         assert brightness(page, GROUND) > 0.9 and brightness(page, LABEL) < 0.3
         assert page.locator("details:not([open])").count() == 0
-        page.set_viewport_size({"width": 688, "height": 900})  # an A4 page without its margins
+        page.set_viewport_size({"width": 688, "height": 900})  # A4 without margins
         wide = "[...document.querySelectorAll('.chart, table')].map((each) => each.getBoundingClientRect().right)"
         assert max(page.evaluate(wide)) <= 688
         page.set_viewport_size(DESK)

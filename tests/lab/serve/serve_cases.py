@@ -1,4 +1,4 @@
-"""Trained networks behind a server, in a thread of the test or as a process, and a client for them."""
+"""A server in a thread or as a process, a client for it, and checks of answers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from PIL import Image
 
 from multitudes.files.save import load
 from multitudes.lab import data as datasets
-from multitudes.lab.data import Data
 from multitudes.lab.serve.http_app import create_app
-from multitudes.lab.serve.limits import Limits
 from multitudes.lab.serve.served_network import ServedNetwork
 from multitudes.lab.serve.server import listen
 from multitudes.lab.study.run.store import Run
 from multitudes.lab.study.run.trained_network import Trained
 from multitudes.tasks.predictive import Predictive
 from tests.lab.cli.test_cli import PACKAGE
-from tests.lab.cli.test_predict import garden, trained
+from tests.lab.cli.test_predict import trained
 
 WAIT = 60.0
-"""Seconds after which a test gives up on a server."""
+"""Timeout in seconds."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Answered:
 
     @property
     def error(self) -> str:
-        """The sentence of a refusal, which is all of it."""
+        """The message of a refusal."""
         found = self.json
         assert set(found) == {"error"} and found["error"], found
         return found["error"]
@@ -62,7 +60,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Client:
-    """Sends requests, each over a connection of its own."""
+    """Send each request over a new connection."""
 
     port: int
 
@@ -91,7 +89,7 @@ class Client:
 
 @contextmanager
 def in_thread(job: Path | ServedNetwork, **options: Any) -> Iterator[Client]:
-    """A server in a thread of this process."""
+    """Run a server in a thread."""
     network = job if isinstance(job, ServedNetwork) else served(job)
     config = uvicorn.Config(create_app(network, **options), log_level="critical")
     server = uvicorn.Server(config)
@@ -112,7 +110,7 @@ def served(job: Path, **options: Any) -> ServedNetwork:
 
 @contextmanager
 def as_process(job: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """The program `multitudes serve` itself, on a free port."""
+    """Run `multitudes serve` on a free port."""
     command = [sys.executable, "-m", "multitudes", "serve", str(job), "--port", "0", "--device", "cpu", *options]
     environment = {**os.environ, "PYTHONPATH": PACKAGE, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -134,7 +132,7 @@ def as_process(job: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
 
 
 def png(image: torch.Tensor) -> bytes:
-    """An image `[1, H, W]` as a file."""
+    """Encode an image `[1, H, W]`."""
     file = io.BytesIO()
     Image.fromarray(image[0].numpy()).save(file, "PNG")
     return file.getvalue()
@@ -145,7 +143,7 @@ def base64_png(image: torch.Tensor) -> str:
 
 
 def eventually(holds: Any, seconds: float = 10.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until
@@ -160,52 +158,17 @@ OAK = {"sun": 1.0, "kind": "oak"}
 
 
 def once(factory: pytest.TempPathFactory, name: str, **options: Any) -> Run:
-    """A trained run, which the files of tests share."""
+    """Train a run, shared between the test files."""
     place = factory.getbasetemp() / f"served-{name}"
     return Run(place) if place.exists() else trained(place, **options)
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    methods = {"deep": {"members": 3}, "mc_dropout": {}}
-    return once(tmp_path_factory, "images", data="digits", limit=300, methods=methods, epochs=3)
-
-
-@pytest.fixture(scope="module")
-def digits(images: Run) -> Data:
-    return datasets.read(images.data_path)
-
-
-@pytest.fixture(scope="module")
-def deep(images: Run) -> ServedNetwork:
-    return served(images.job("deep", 0).directory)
-
-
-@pytest.fixture(scope="module")
-def client(deep: ServedNetwork) -> Iterator[Client]:
-    with in_thread(deep, limits=Limits(size=200_000, rows=40, pixels=1_000_000)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    source = garden(tmp_path_factory.mktemp("garden") / "garden.csv")
-    options = {"target": "height", "methods": {"deep": {"members": 2}}, "epochs": 20, "model": "mlp"}
-    return once(tmp_path_factory, "table", data=source, **options)
-
-
-@pytest.fixture(scope="module")
-def rows(table: Run) -> Iterator[Client]:
-    with in_thread(table.jobs[0].directory, limits=Limits(rows=40)) as found:
-        yield found
-
-
 CLOSE = 2e-5
-"""Six digits are sent, and rows of one batch are rounded by float32 in another order."""
+"""Tolerance: answers have six digits, and float32 rounds batches differently."""
 
 
 def expected(run: Run, name: str, x: torch.Tensor) -> Predictive:
-    """What the saved network predicts itself."""
+    """Predict with the saved network."""
     net = load(run.job(name, 0).directory / "model.safetensors").eval()
     with torch.no_grad():
         return net.predict(datasets.read(run.data_path).normalised(x), seed=0)

@@ -1,4 +1,4 @@
-"""`multitudes serve` as a process: many clients, the end by SIGTERM, and the page in headless Chromium."""
+"""`multitudes serve` as a process: many clients, shutdown by SIGTERM, and its pages in headless Chromium."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def digits(images: Run) -> Data:
 
 @pytest.fixture(scope="module")
 def running(images: Run) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """The program, which the last test of it ends."""
+    """Start the program; the last test stops it."""
     with as_process(images.jobs[0].directory) as found:
         yield found
 
 
-def test_a_thousand_requests_of_32_clients_are_all_answered_as_predict_answers_them(
+def test_concurrent_requests_get_the_answers_of_predict(
     images: Run, digits: Data, running: tuple[subprocess.Popen[str], Client]
 ) -> None:
-    x = digits.test.x[torch.arange(1000) % len(digits.test)]
+    x = digits.test.x[torch.arange(320) % len(digits.test)]
     bodies = [png(image) for image in x]
     want = expected(images, "packed", x)
 
@@ -72,13 +72,13 @@ def test_a_thousand_requests_of_32_clients_are_all_answered_as_predict_answers_t
 
     _, server = running
     with ThreadPoolExecutor(32) as pool:
-        asked = [pool.submit(client, server.port, range(first, 1000, 32)) for first in range(32)]
+        asked = [pool.submit(client, server.port, range(first, 320, 32)) for first in range(32)]
         found = {number: answer for each in asked for number, answer in each.result(WAIT).items()}
-    assert len(found) == 1000 and {status for status, _ in found.values()} == {200}
+    assert len(found) == 320 and {status for status, _ in found.values()} == {200}
     for number, (_, answer) in found.items():
         check_classes(answer["answers"][0], want, number, digits.classes)
-    told = server.get("/metrics").body.decode()
-    assert int(told.partition("multitudes_batch_rows_count ")[2].split()[0]) < 800, "they were not answered together"
+    batches = server.get("/metrics").body.decode().partition("multitudes_batch_rows_count ")[2]
+    assert int(batches.split()[0]) < 300, "requests share batches"
 
 
 def refused(port: int) -> bool:
@@ -89,7 +89,7 @@ def refused(port: int) -> bool:
     return False
 
 
-def test_sigterm_finishes_what_is_under_way_and_ends_with_0(
+def test_sigterm_finishes_running_requests_and_exits_with_0(
     images: Run, digits: Data, running: tuple[subprocess.Popen[str], Client]
 ) -> None:
     body = png(digits.test.x[0])
@@ -130,7 +130,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Any]:
-    """Opens the page of a server, and says that nothing went wrong on it or was loaded from elsewhere."""
+    """Open pages of a server, and check that they have no errors and load nothing from elsewhere."""
     pages = []
     wrong: list[str] = []
 
@@ -154,9 +154,7 @@ def opened(browser: Any) -> Iterator[Any]:
     assert wrong == []
 
 
-def test_the_page_predicts_an_image_that_is_chosen_and_examples(
-    opened: Any, images: Run, digits: Data, tmp_path: Path
-) -> None:
+def test_the_page_predicts_images_and_examples(opened: Any, images: Run, digits: Data, tmp_path: Path) -> None:
     file = tmp_path / "digit.png"
     file.write_bytes(png(digits.test.x[3]))
     want = expected(images, "packed", digits.test.x[3:4])
@@ -168,33 +166,17 @@ def test_the_page_predicts_an_image_that_is_chosen_and_examples(
             assert verdict.split()[0] == digits.classes[int(want.label)]
             assert page.locator(".votes li").count() == 2
             assert page.locator(".meter .track").count() == 10
-            assert "members" in page.inner_text(".told") and "Set at 95 %" in page.inner_text("#result")
+            assert "members" in page.inner_text(".fact") and "Set at 95 %" in page.inner_text("#result")
             page.click("#unsure button")
             page.wait_for_selector("#unsure button[aria-pressed=true]")
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             page.close()
-
-
-@pytest.mark.slow
-def test_the_page_drops_an_image_and_says_what_is_wrong_with_one(opened: Any, images: Run) -> None:
-    drop = """(text) => {
-      const data = new DataTransfer();
-      data.items.add(new File([text], 'broken.png', { type: 'image/png' }));
-      document.getElementById('drop').dispatchEvent(new DragEvent('drop', { dataTransfer: data, bubbles: true }));
-    }"""
-    with in_thread(images.jobs[0].directory) as client:
-        page = opened(client)
-        page.evaluate(drop, "no image")
-        assert "image 0 must be an image" in page.wait_for_selector("#problem:not([hidden])").inner_text()
-        opened.wrong[:] = [each for each in opened.wrong if "422" not in each]  # Chromium's own note on the answer
 
 
 EVIL = "<img src=x onerror=alert(1)>"
 
 
-def test_the_page_takes_rows_field_by_field_and_pasted_and_shows_evil_names_as_text(
-    opened: Any, tmp_path: Path
-) -> None:
+def test_the_page_predicts_rows_and_escapes_names(opened: Any, tmp_path: Path) -> None:
     text = garden(tmp_path / "garden.csv").read_text().replace("sun,kind", f"sun,{EVIL}").replace("oak", EVIL)
     (tmp_path / "garden.csv").write_text(text)
     options = {"target": "height", "methods": {"deep": {"members": 2}}, "epochs": 3, "model": "mlp"}
@@ -222,7 +204,7 @@ def test_the_page_takes_rows_field_by_field_and_pasted_and_shows_evil_names_as_t
 
 
 @pytest.mark.slow
-def test_the_page_asks_for_the_token_of_a_server(opened: Any, images: Run) -> None:
+def test_the_page_asks_for_a_token_and_the_api_page_loads(opened: Any, images: Run) -> None:
     with in_thread(images.jobs[0].directory, token="sesame") as client:
         page = opened(client)
         page.fill("#token", "wrong")
@@ -232,12 +214,7 @@ def test_the_page_asks_for_the_token_of_a_server(opened: Any, images: Run) -> No
         page.keyboard.press("Enter")
         page.click("#sure button")
         page.wait_for_selector("#result .verdict")
-        opened.wrong[:] = [each for each in opened.wrong if "401" not in each]  # Chromium's own note on the answer
-
-
-@pytest.mark.slow
-def test_the_page_of_addresses_loads_nothing_from_elsewhere(opened: Any, images: Run) -> None:
-    with in_thread(images.jobs[0].directory) as client:
         page = opened(client, PHONE, path="/docs")
         assert "POST /predict" in page.inner_text("main")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        opened.wrong[:] = [each for each in opened.wrong if "401" not in each]  # logged by Chromium

@@ -1,4 +1,4 @@
-"""`multitudes serve`: answers are those of `predict`, and bad requests are refused with a sentence."""
+"""`multitudes serve`: its answers equal those of `predict`; tokens, metrics and descriptions."""
 
 from __future__ import annotations
 
@@ -33,25 +33,17 @@ from tests.lab.serve.serve_cases import (
     Client,
     base64_png,
     check_classes,
-    client,
-    deep,
-    digits,
     expected,
-    images,
     in_thread,
     png,
-    rows,
     served,
-    table,
-)  # fmt: skip
+)
 from tests.zoo.tiny_text import reviews, text_model, write_csv
-
-__all__ = ["client", "deep", "digits", "images", "rows", "table"]
 
 # -- answers -----------------------------------------------------------------------------------------------
 
 
-def test_images_get_the_answers_of_the_network_itself(images: Run, digits: Data, client: Client) -> None:
+def test_images_get_the_answers_of_the_network(images: Run, digits: Data, client: Client) -> None:
     x = digits.test.x[:30]
     want = expected(images, "deep", x)
     together = client.answers({"images": [base64_png(image) for image in x]})
@@ -61,7 +53,7 @@ def test_images_get_the_answers_of_the_network_itself(images: Run, digits: Data,
     check_classes(alone, want, 7, digits.classes)
 
 
-def test_answers_are_those_that_predict_writes(images: Run, digits: Data, client: Client, tmp_path: Path) -> None:
+def test_answers_equal_those_of_predict(images: Run, digits: Data, client: Client, tmp_path: Path) -> None:
     paths = draw(tmp_path / "some", digits.test.x[:5])
     to = tmp_path / "answers.json"
     ran = run_cli("predict", images.job("deep", 0).directory, *paths, "--probs", "--to", to, "--device", "cpu")
@@ -74,7 +66,7 @@ def test_answers_are_those_that_predict_writes(images: Run, digits: Data, client
         assert found["probabilities"] == pytest.approx({c: want[f"p({c})"] for c in digits.classes}, abs=CLOSE)
 
 
-def test_sets_are_the_conformal_ones_of_the_test_part(images: Run, digits: Data, client: Client) -> None:
+def test_sets_are_conformal_with_scores_of_the_test_part(images: Run, digits: Data, client: Client) -> None:
     """By the textbook: a class's score is the probability of the classes before it, the threshold a quantile."""
     saved = images.job("deep", 0).predictions
     probs, target = saved["probs"].astype(float), saved["target"]
@@ -92,20 +84,19 @@ def test_sets_are_the_conformal_ones_of_the_test_part(images: Run, digits: Data,
             assert set(answer["set"]) == want and answer["label"] in want
 
 
-def test_a_network_that_draws_gives_an_input_the_same_answer_in_any_company(images: Run, digits: Data) -> None:
-    x = digits.test.x[:24]
-    with in_thread(images.job("mc_dropout", 0).directory) as client, ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda image: client.answers(png(image), "image/png")[0], x))
-        (three,) = (client.answers({"images": [base64_png(image) for image in x[:3]]}),)
-    for image, answer in zip(x, found, strict=True):
-        check_classes(answer, expected(images, "mc_dropout", image[None]), 0, digits.classes)
-    want = expected(images, "mc_dropout", x[:3])
-    for row, answer in enumerate(three):
-        check_classes(answer, want, row, digits.classes)
+def test_draws_do_not_depend_on_the_rest_of_the_batch(images: Run, digits: Data) -> None:
+    x = digits.test.x[:8]
+    with in_thread(images.job("mc_dropout", 0).directory) as client, ThreadPoolExecutor(8) as pool:
+        alone = list(pool.map(lambda image: client.answers(png(image), "image/png")[0], x))
+        together = client.answers({"images": [base64_png(image) for image in x]})
+    want = expected(images, "mc_dropout", x)
+    for row, image in enumerate(x):
+        check_classes(alone[row], expected(images, "mc_dropout", image[None]), 0, digits.classes)
+        check_classes(together[row], want, row, digits.classes)
 
 
 class Centred(nn.Module):
-    """A network whose rows see each other."""
+    """A network whose rows interact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,11 +107,11 @@ class Centred(nn.Module):
         return found - found.mean(0)
 
 
-def test_a_network_whose_rows_see_each_other_gets_each_request_by_itself(images: Run, digits: Data) -> None:
+def test_requests_run_alone_if_rows_interact(images: Run, digits: Data) -> None:
     torch.manual_seed(0)
     whole = Trained.read(images.job("deep", 0).directory, "cpu")
     network = ServedNetwork(replace(whole, net=Multitude(Centred()).eval()))
-    assert not network.together and not network.draws
+    assert not network.batchable and not network.draws
     x = digits.test.x[:9]
     found = network.answer([Question(x[:3], 0.9), Question(x[3:9], 0.9)])
     for own, answers in ((x[:3], found[0]), (x[3:9], found[1])):
@@ -130,12 +121,12 @@ def test_a_network_whose_rows_see_each_other_gets_each_request_by_itself(images:
             check_classes(answer, want, row, digits.classes)
 
 
-def test_rows_get_the_answers_that_predict_gives_to_a_file(table: Run, rows: Client, tmp_path: Path) -> None:
+def test_rows_get_the_answers_of_predict(table: Run, rows: Client, tmp_path: Path) -> None:
     lines = [{"sun": 4, "kind": "oak"}, {"sun": 0.5, "kind": "rose"}, {"sun": None, "kind": "fern"}]
     (tmp_path / "new.csv").write_text("kind,sun\noak,4\nrose,0.5\nfern,\n")
     ran = run_cli("predict", table.directory, tmp_path / "new.csv", "--device", "cpu", "--level", "0.8")
     found = rows.predict({"rows": lines}, query="?level=0.8").json
-    assert found["notes"] == ["'sun' is missing in 1 row, and filled in as in training"]
+    assert found["notes"] == ["'sun' is missing in 1 row and was imputed as in training"]
     want = list(csv.DictReader(io.StringIO(ran.out)))
     data = datasets.read(table.data_path)
     for row, (answer, one) in enumerate(zip(found["answers"], want, strict=True)):
@@ -149,7 +140,7 @@ def test_rows_get_the_answers_that_predict_gives_to_a_file(table: Run, rows: Cli
 @pytest.mark.parametrize(
     "row", [{"sun": "4", "kind": "oak"}, {"kind": "oak", "sun": "4,0"}, {"sun": "4.0 ", "kind": " oak"}]
 )
-def test_values_may_be_written_as_in_a_csv_file(rows: Client, row: dict[str, str]) -> None:
+def test_values_are_parsed_as_in_csv_files(rows: Client, row: dict[str, str]) -> None:
     assert rows.answers({"rows": [row]}) == rows.answers({"rows": [{"sun": 4, "kind": "oak"}]})
 
 
@@ -167,7 +158,7 @@ def test_texts_get_the_answers_of_predict(tmp_path: Path) -> None:
     with in_thread(run.jobs[0].directory) as client, ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda text: client.answers(text.encode(), "text/plain; charset=utf-8")[0], texts))
         assert len(client.answers({"texts": texts})) == 3
-        assert "text 1 must be a text, got a number" in client.predict({"texts": ["a", 3]}).error
+        assert "text 1 must be a string, got a number" in client.predict({"texts": ["a", 3]}).error
         assert "trained on texts" in client.predict(png(torch.zeros(1, 8, 8, dtype=torch.uint8)), "image/png").error
         assert client.predict(b"\xff\xfe\xfd", "text/plain").status == 400
         examples = client.get("/about").json["examples"]
@@ -189,13 +180,13 @@ def test_requests_at_different_levels_share_a_batch_and_get_their_own_intervals(
     assert len({(answer["low"], answer["high"]) for answer in found}) == 3
 
 
-# -- what else there is ------------------------------------------------------------------------------------
+# -- access, descriptions and metrics ----------------------------------------------------------------------
 
 
-def test_without_its_token_a_server_shows_nothing_of_the_network(deep: ServedNetwork, digits: Data) -> None:
+def test_a_server_with_a_token_requires_it(deep: ServedNetwork, digits: Data) -> None:
     token = "correct-horse"
     with in_thread(deep, token=token) as client:
-        wrong = ("", "Bearer", "Bearer wrong", f"Basic {token}", token, f"Bearer {token}x", "Bearer ünï")
+        wrong = ("", "Bearer", f"Basic {token}", token, f"Bearer {token}x", "Bearer ünï")
         for given in wrong:
             headers = {"Authorization": given.encode("latin-1")} if given else {}
             for method, path in (("POST", "/predict"), ("GET", "/about"), ("GET", "/metrics")):
@@ -209,8 +200,8 @@ def test_without_its_token_a_server_shows_nothing_of_the_network(deep: ServedNet
             assert found.status == 200 and "digits" not in found.body.decode() and token not in found.body.decode()
 
 
-def test_a_local_server_answers_to_the_names_of_this_machine_alone(deep: ServedNetwork) -> None:
-    """Else a web page whose name leads to 127.0.0.1 could read what the network says, and the examples."""
+def test_a_local_server_accepts_only_local_host_names(deep: ServedNetwork) -> None:
+    """Otherwise, a web page whose name resolves to 127.0.0.1 could use the server."""
     with in_thread(deep, local=True) as client:
         for host in ("127.0.0.1:80", "localhost", "[::1]:8000", "LOCALHOST:1"):
             assert client.get("/about", Host=host).status == 200
@@ -222,22 +213,20 @@ def test_a_local_server_answers_to_the_names_of_this_machine_alone(deep: ServedN
 
 
 @pytest.mark.slow
-def test_other_machines_are_served_with_a_warning_where_there_is_no_token(
-    images: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_public_server_without_a_token_warns(images: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     apps: list[Any] = []
     monkeypatch.setattr("multitudes.lab.serve.server.run", lambda app, listening, seconds: apps.append(app))
     command = ("serve", images.job("deep", 0).directory, "--port", 0, "--device", "cpu")
-    told = {host: run_cli(*command, "--host", host) for host in ("127.0.0.1", "0.0.0.0")}
-    assert "Warning" not in told["127.0.0.1"].err and "at http://127.0.0.1:" in told["127.0.0.1"].err
-    assert "Warning: anyone who can reach 0.0.0.0:" in told["0.0.0.0"].err
+    ran = {host: run_cli(*command, "--host", host) for host in ("127.0.0.1", "0.0.0.0")}
+    assert "Warning" not in ran["127.0.0.1"].err and "at http://127.0.0.1:" in ran["127.0.0.1"].err
+    assert "Warning: anyone who can reach 0.0.0.0:" in ran["0.0.0.0"].err
     monkeypatch.setenv("MULTITUDES_TOKEN", "open-sesame")
     quiet = run_cli(*command, "--host", "0.0.0.0")
     assert quiet.code == 0 and "Warning" not in quiet.err and "sesame" not in quiet.err + quiet.out
     assert len(apps) == 3
 
 
-def test_about_has_examples_that_the_network_is_sure_and_unsure_of(client: Client, digits: Data) -> None:
+def test_about_has_examples_of_low_and_high_uncertainty(client: Client, digits: Data) -> None:
     about = client.get("/about").json
     assert (about["inputs"], about["data"], about["members"]) == ("images", "digits", 3)
     entropies: dict[str, list[float]] = {}
@@ -249,7 +238,7 @@ def test_about_has_examples_that_the_network_is_sure_and_unsure_of(client: Clien
     assert max(entropies["sure"]) < min(entropies["unsure"])
 
 
-def test_rows_of_examples_can_be_sent_back(table: Run, rows: Client) -> None:
+def test_examples_of_rows_can_be_predicted(table: Run, rows: Client) -> None:
     about = rows.get("/about").json
     known = ["fern", "oak", "rose"]
     assert [(each["name"], each["kind"], each["known"]) for each in about["columns"]] == [
@@ -281,7 +270,7 @@ def test_metrics_are_prometheus_text(deep: ServedNetwork) -> None:
     assert values["multitudes_batch_rows_sum"] == values['multitudes_predict_seconds_bucket{le="+Inf"}'] == "3"
 
 
-def test_openapi_describes_every_address_of_programs(client: Client) -> None:
+def test_openapi_describes_every_route(client: Client) -> None:
     found = client.get("/openapi.json").json
     assert set(found["paths"]) == {"/predict", "/about", "/health", "/metrics"}
     content = found["paths"]["/predict"]["post"]["requestBody"]["content"]
@@ -293,12 +282,12 @@ def test_openapi_describes_every_address_of_programs(client: Client) -> None:
     assert all(path in docs for path in found["paths"]) and "http" not in docs.partition("<main>")[2]
 
 
-def test_the_program_refuses_what_it_cannot_serve(images: Run, tmp_path: Path) -> None:
+def test_the_program_refuses_bad_arguments(images: Run, tmp_path: Path) -> None:
     job = images.job("deep", 0).directory
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = sentence(run_cli("serve", job, "--port", taken.getsockname()[1], "--device", "cpu"))
-    assert "--host '127.0.0.1' and --port" in told and "in use" in told
+        error = sentence(run_cli("serve", job, "--port", taken.getsockname()[1], "--device", "cpu"))
+    assert "--host '127.0.0.1' and --port" in error and "in use" in error
     assert "--level must be above 0" in sentence(run_cli("serve", job, "--level", "0"))
-    told = sentence(run_cli("serve", job, "--token", " spaced "))
-    assert "--token must be printable" in told and "spaced" not in told
+    error = sentence(run_cli("serve", job, "--token", " spaced "))
+    assert "--token must be printable" in error and "spaced" not in error
     assert "JOB must be a job directory" in sentence(run_cli("serve", tmp_path))

@@ -13,7 +13,7 @@ import torch
 
 from multitudes.lab import data as datasets
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.features import Category, Date, Feature, Number, features_of, parts_of
+from multitudes.lab.data.tables.features import Category, Date, Feature, Number, date_parts, features_of
 from tests.lab.cli.test_predict import draw, rows_of, says, trained
 
 onnx = pytest.importorskip("onnx")
@@ -116,4 +116,4 @@ def test_restored_values_have_the_same_features(feature: Feature, column: Column
     assert x.shape == (len(column), len(feature.names))
     torch.testing.assert_close(features_of([feature], [feature.restored(x)]), x)
     if isinstance(feature, Date) and "month" in feature.parts:
-        assert torch.equal(x[:1, feature.parts.index("month")].double(), parts_of(raw[:1])["month"])
+        assert torch.equal(x[:1, feature.parts.index("month")].double(), date_parts(raw[:1])["month"])

@@ -291,7 +291,7 @@ def test_unreadable_models_are_refused(place: Path, tmp_path: Path) -> None:
     assert "has its weights in pytorch_model.bin, a format that can execute code" in refusal(str(tmp_path / "pickled"))
     (tmp_path / "bare").mkdir()
     shutil.copy(place / "bert" / "config.json", tmp_path / "bare")
-    assert "holds no tokenizer: there is no tokenizer.json in it" in refusal(str(tmp_path / "bare"))
+    assert "has no tokenizer.json" in refusal(str(tmp_path / "bare"))
     config = json.loads((place / "bert" / "config.json").read_text())
     shutil.copytree(place / "bert", tmp_path / "foreign")
     (tmp_path / "foreign" / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": {}}))
@@ -315,7 +315,7 @@ def test_a_model_for_another_kind_of_data_is_refused(place: Path, tmp_path: Path
     image.new("L", (8, 8)).save(tmp_path / "images" / "a" / "1.png")
     with says("is for texts, but"):
         prepare(Spec.of(data=tmp_path / "images", model=f"hf:{place / 'bert'}", methods=["single"]), tmp_path / "run")
-    with says("is not for texts: take a Hugging Face model"):
+    with says("does not accept texts: use a Hugging Face model"):
         own = spec(place, tokenizer=str(place / "bert"))
         prepare(own.model_copy(update={"model": Spec.of(model="mlp").model}), tmp_path / "run")
 

@@ -59,7 +59,7 @@ def predict(
     """
     from multitudes.base.sealed_files import replacing
     from multitudes.lab.cli.screen import say
-    from multitudes.lab.data.new_inputs import read_inputs, remarks
+    from multitudes.lab.data.new_inputs import read_inputs
     from multitudes.lab.serve.json_answers import answer_columns, rounded, rows_of
     from multitudes.lab.study.run.trained_network import Trained
 
@@ -73,8 +73,8 @@ def predict(
     found = read_inputs(inputs or [], data, skip_bad, text or [])
     if found.bad:
         say(f"Left out {found.bad} of {found.bad + len(found.names)} inputs that cannot be used")
-    for remark in (*remarks(found.unknown, found.filled), *found.notes):
-        say(remark)
+    for note in found.notes:
+        say(note)
     answer = trained.predict(found.x, seed=common.seed or 0, precision=common.precision)
     columns = {"input": found.names, **answer_columns(answer, data, level)}
     if probs and data.classes:
@@ -198,7 +198,7 @@ def serve(
         needed(module, "serve", "multitudes serve")
     from multitudes.lab.cli.screen import say
     from multitudes.lab.serve.http_app import create_app
-    from multitudes.lab.serve.limits import Limits
+    from multitudes.lab.serve.requests import Limits
     from multitudes.lab.serve.served_network import ServedNetwork
     from multitudes.lab.serve.server import is_loopback, listen, run
     from multitudes.lab.study.run.trained_network import Trained

@@ -20,7 +20,7 @@ from multitudes.lab.data.sources import SOURCES, Source, open_source, short_name
 from multitudes.lab.data.splits import split_rows, spread
 from multitudes.lab.data.tables.column_types import ColumnReading
 from multitudes.lab.data.tables.columns import Column, Encoded
-from multitudes.lab.data.tables.table import Choice, find_target, targets
+from multitudes.lab.data.tables.table import LoadOptions, find_target, targets
 
 TASKS = {"classification": True, "regression": False}
 """Values of `task=`, and whether their targets are classes."""
@@ -53,68 +53,74 @@ def load(
 ) -> Data:
     """Read data to train and evaluate networks on.
 
-    `source` is one of
+    Images are decoded into memory, 1 byte per value. A column of a table becomes numbers, dates (year, month, day,
+    weekday, hour, and a running number of days) or categories (one feature each; rare ones share one). Ids and constant
+    columns are left out. Missing numbers and dates are filled with the median and flagged by an extra feature; a
+    missing text is a category. `Data.reading` describes how each column was read.
 
-    - `"digits"`, from scikit-learn (see `digits`), or a file that `save` prepared (`.mtdata`): used as they are;
-    - a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`;
-    - a Parquet or CSV file, or a folder of them, whose names may contain their part (`train-00.parquet`, `test.csv`);
-    - a folder of images, one folder per class, optionally inside `train` and `test`;
-    - a `.npz` file with arrays `X` and `y`, and optionally `train_idx` and `test_idx`, where `fold` selects a split.
+    The parts of the source are used. Missing ones are drawn from its training part, stratified by class.
 
-    If there is a column of images (`image`, or the only one), these are the inputs, and `target` is the label, found by
-    its type or name. Images are decoded into memory, 1 byte per value, and resized to `size` (a number, or height and
-    width) if given. With a `tokenizer`, a Hugging Face folder or a name in the hub's local cache, the inputs are texts:
-    those of the column `text`, or of the only text column, as token ids, at most `max_length` of them (default 256).
-    Anything else is a table: `target` is required, and the features are `columns`, or all other columns except `drop`.
-    Texts, booleans and integers with few values are predicted as classes, all other numbers by regression (see
-    `targets`), unless `task` overrides this.
+    Args:
+        source: One of
 
-    Each column of a table is read as numbers, dates (year, month, day, weekday, hour, and a running number of days) or
-    categories (one feature each; rare ones share one), depending on its values or on `read_as`: `{"day": "date", "zip":
-    "category"}`, or `"number"`, `"text"` (left out), and `"dmy"` and `"mdy"` for dates with the day or the month first.
-    Ids and constant columns are left out. Missing numbers and dates are filled with the median and flagged by an extra
-    feature; a missing text is a category. `Data.reading` describes how each column was read.
+            - `"digits"`, from scikit-learn (see `digits`), or a file that `save` wrote (`.mtdata`), used as they are;
+            - a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`;
+            - a Parquet or CSV file, or a folder of them; file names may contain the part (`train-00.parquet`);
+            - a folder of images, one folder per class, optionally inside `train` and `test`;
+            - a `.npz` file with arrays `X` and `y`, and optionally `train_idx` and `test_idx` for its own splits.
+        target: Column to predict, required for tables; otherwise, the label is found by its type or name. Texts,
+            booleans and integers with few values are classes, other numbers regression (see `targets`).
+        image: Column of images; needed if there are several. Images take precedence over a table.
+        columns: Features of a table; default: all columns except the target and `drop`.
+        drop: Columns of a table to leave out.
+        read_as: Types of columns, such as `{"day": "date", "zip": "category"}`; also `"number"`, `"text"` (left out),
+            and `"dmy"` or `"mdy"` for dates with the day or the month first.
+        split: Column with the part of each row.
+        task: "classification" or "regression", to override the type of the target.
+        fold: Fold that is the test part, with `folds`; or split of a `.npz` file.
+        folds: Number of folds of a cross-validation.
+        size: Size to which images are resized: a number, or height and width.
+        ood: Other sources of out-of-distribution inputs (their test part, if any): images converted to the shape of
+            the data, or tables with the same columns.
+        validation: Share of the training part for validation; default: 0.15 for tables, otherwise 0.1.
+        test: Share of the training part for testing.
+        seed: Seed of the drawn parts.
+        limit: Maximum number of rows per part.
+        skip_bad: Leave out rows without target, without any input, or with an unreadable image, and count them in
+            `Data.dropped`. By default, they raise an error that names the first ones.
+        numbers: Preprocessing of a table's numbers: "quantile" for normal scores, or "standard" for zero mean and unit
+            standard deviation, fitted to the training part.
+        text: Column of texts; needed if there are several.
+        tokenizer: Hugging Face folder, or name in the hub's local cache. With it, the inputs are texts as token ids.
+        max_length: Maximum number of tokens per text; default: 256.
+        pixels: Mean and standard deviation of each image channel, for pixels in 0 to 1; default: those of the training
+            part.
 
-    Parts of the source are used, or those given by a column `split`. Missing parts are drawn by `seed` from the
-    training part, stratified by class, as shares `validation` and `test` of it; the default validation share is 0.1 for
-    images and 0.15 for tables. `limit` keeps that many rows of each part, drawn the same way. With `folds=K` the test
-    part is fold number `fold` of a cross-validation: every row is in one of K test parts. A `.npz` file with its own
-    splits uses these as folds.
-
-    `numbers` selects the preprocessing of a table's numbers: "quantile" for normal scores, or "standard" for zero mean
-    and unit standard deviation; both are fitted to the training part. `pixels` are the mean and standard deviation of
-    each image channel, for pixels in 0 to 1, instead of those of the training part.
-
-    `ood` are other sources, whose inputs (of their test part, if they have one) become out-of-distribution inputs:
-    images converted to the shape of the data, or tables with the same columns.
-
-    A row without its target, without any input, or with an unreadable image raises an error that names the first such
-    rows; with `skip_bad=True` such rows are left out and counted in `Data.dropped`.
-
-    >>> load("digits", limit=50)
-    Data('digits': 50 + 50 + 50 images of [1, 8, 8], 10 classes, 50 photographs)
+    Example:
+        >>> load("digits", limit=50)
+        Data('digits': 50 + 50 + 50 images of [1, 8, 8], 10 classes, 50 photographs)
     """
     others = [ood] if isinstance(ood, str | Path) else list(ood)
     for given in (source, *others):
         if not isinstance(given, str | Path) or not str(given):
             raise ValueError(f"a source must be {SOURCES}, got {given!r}")
     if text is not None and tokenizer is None:
-        raise ValueError(f"tokenizer= must say what makes tokens of the texts in {text!r}: a Hugging Face folder")
-    choice = Choice(
+        raise ValueError(f"tokenizer= must name the tokenizer for the texts in {text!r}: a Hugging Face folder")
+    options = LoadOptions(
         target, split, task, fold, folds, validation, test, seed, limit, skip_bad, image, _height_width(size), columns,
         drop, read_as or {}, text, tokenizer, max_length, pixels,
     )  # fmt: skip
-    _check(choice)
+    _check(options)
     check_choice("numbers", numbers, NUMBERS)
-    whole = _prepared(source)
+    whole = prepared(source)
     if whole is None:
         opened = open_source(source, split, fold if folds is None else 0)
         if folds is not None and opened.arrays and "test" in opened.parts:
-            opened, choice = open_source(source, split, fold), replace(choice, folds=None)
-        data = _from_source(opened, short_name(source), choice)
-        data = replace(data, numbers=numbers) if data.kind.named else data
-    elif useless := _given(choice, "target", "split", "task", "fold", "folds", *_options()):
-        raise ValueError(f"{useless[0]}= does not change {str(source)!r}, which is prepared: leave it out")
+            opened, options = open_source(source, split, fold), replace(options, folds=None)
+        data = _from_source(opened, short_name(source), options)
+        data = replace(data, numbers=numbers) if data.kind.has_columns else data
+    elif useless := _given(options, "target", "split", "task", "fold", "folds", *_options()):
+        raise ValueError(f"{useless[0]}= has no effect on {str(source)!r}, which is prepared: leave it out")
     else:
         data = whole if limit is None else _limited(whole, limit, seed)
     return add_ood(data, others, image=image, skip_bad=skip_bad, seed=seed, limit=limit)
@@ -129,99 +135,94 @@ def add_ood(
     seed: int = 0,
     limit: int | None = None,
 ) -> Data:
-    """Add the inputs of other sources as out-of-distribution inputs; the arguments are those of `load`."""
+    """Add the inputs of other sources as out-of-distribution inputs; for the arguments, see `load`."""
     for source in sources:
         name = short_name(source)
         if name in data.ood:
-            raise ValueError(f"ood {name!r} is the name of out-of-distribution inputs that {data.name} has already")
-        whole = _prepared(source)
+            raise ValueError(f"{data.name} already has out-of-distribution inputs with the name {name!r}")
+        whole = prepared(source)
         if whole is None:
             opened = open_source(source)
             inputs = data.encoder.columns(opened, image)
             bad = BadRows(opened, skip_bad, data.kind, inputs)
             rows = bad.usable("test")
-            rows = _fewer(rows, torch.zeros(len(rows)), limit, seed)
+            rows = rows[_sample(torch.zeros(len(rows)), limit, seed)]
             x = bad.encode(data.encoder, inputs, rows).x
             counts = bad.counts()
         elif (whole.kind, whole.columns) != (data.kind, data.columns):
             raise ValueError(f"ood {str(source)!r} must hold inputs like those of {data.name}, got {whole!r}")
         else:
-            rows = _fewer(torch.arange(len(whole.test)), torch.zeros(len(whole.test)), limit, seed)
+            rows = _sample(torch.zeros(len(whole.test)), limit, seed)
             x, counts = data.kind.refit(whole.test.x[rows], data.shape), {}
         dropped = {f"{name}: {reason}": count for reason, count in counts.items()}
         data = replace(data, ood={**data.ood, name: x}, dropped={**data.dropped, **dropped})
     return data
 
 
-def _given(choice: Choice, *names: str) -> list[str]:
-    """Return the arguments that were given."""
-    return [name for name in names if getattr(choice, name)]
+def _given(options: LoadOptions, *names: str) -> list[str]:
+    return [name for name in names if getattr(options, name)]
 
 
 def _options() -> list[str]:
-    """List the arguments of `load` that are specific to one kind of data."""
     return [option for kind in KINDS for option in kind.options]
 
 
-def _from_source(source: Source, name: str, choice: Choice) -> Data:
-    kind, found = kind_of_source(source, choice, choice.target or source.target)
-    target = find_target(source, choice.target, found)
-    for option in _given(choice, *_options()):
-        if option == "tokenizer" and option not in kind.options:
-            raise ValueError(f"tokenizer= is for texts, and {source.name} holds {kind.inputs}: leave it out")
-        if option not in kind.options:
-            raise ValueError(f"{option}= is not for {source.name}, which holds {kind.inputs}: leave it out")
-    inputs = kind.choose(source, target, choice)
-    bad = BadRows(source, choice.skip_bad, kind, inputs, target)
-    y, classes = bad.targets(target, None if choice.task is None else TASKS[choice.task])
+def _from_source(source: Source, name: str, options: LoadOptions) -> Data:
+    kind, found = kind_of_source(source, options, options.target or source.target)
+    target = find_target(source, options.target, found)
+    if useless := [option for option in _given(options, *_options()) if option not in kind.options]:
+        raise ValueError(f"{useless[0]}= does not apply to {source.name}, which holds {kind.inputs}: leave it out")
+    inputs = kind.choose(source, target, options)
+    bad = BadRows(source, options.skip_bad, kind, inputs, target)
+    y, classes = bad.targets(target, None if options.task is None else TASKS[options.task])
     groups = y if classes else torch.zeros(len(y))
     own = {part: bad.usable(part) for part in source.parts}
     try:
-        validation = kind.validation if choice.validation is None else choice.validation
-        fold = None if choice.folds is None else (choice.fold, choice.folds)
-        rows = split_rows(own, groups, validation, choice.test, choice.seed, fold)
+        validation = kind.validation if options.validation is None else options.validation
+        fold = None if options.folds is None else (options.fold, options.folds)
+        rows = split_rows(own, groups, validation, options.test, options.seed, fold)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from error
-    rows = {part: _fewer(chosen, groups[chosen], choice.limit, choice.seed) for part, chosen in rows.items()}
-    if source.arrays and choice.columns is None:
-        choice = replace(choice, columns=list(inputs))
-    encoder = kind.fit(inputs, rows["train"], choice)
+    rows = {part: each[_sample(groups[each], options.limit, options.seed)] for part, each in rows.items()}
+    if source.arrays and options.columns is None:
+        options = replace(options, columns=list(inputs))
+    encoder = kind.fit(inputs, rows["train"], options)
     order = torch.cat(list(rows.values()))
     encoded = bad.encode(encoder, inputs, order)  # all parts at once, for a common shape
     train, held_out, test = _parts(source, rows, encoded, y[order])
-    seen = _seen(train, test) if kind.written else ""
+    seen = _note_duplicates(train, test) if kind.is_text else ""
     noted = [
         replace(each, note="; ".join(filter(None, [each.note, encoded.notes.get(each.name), seen])))
         for each in encoder.reading
     ]
-    reading = _whole_reading(source, target, classes, choice, noted)
+    reading = _whole_reading(source, target, classes, options, noted)
     return Data(
         name, train, held_out, test, classes, encoder.names, dropped=bad.counts(), features=encoder.features,
         reading=reading,
     )  # fmt: skip
 
 
-def _seen(train: Part, test: Part) -> str:
+def _note_duplicates(train: Part, test: Part) -> str:
     """Report the number of test inputs that also occur in the training part; empty if there are none."""
     known = set(train.files)
     count = sum(file in known for file in test.files)
-    return f"{count} of {len(test)} test texts are in the training part too" if count else ""
+    return f"{count} of {len(test)} test texts also occur in the training part" if count else ""
 
 
 def _whole_reading(
-    source: Source, target: str, classes: Sequence[str], choice: Choice, reading: Sequence[ColumnReading]
+    source: Source, target: str, classes: Sequence[str], options: LoadOptions, reading: Sequence[ColumnReading]
 ) -> tuple[ColumnReading, ...]:
-    """Return how all columns of a table were read, in order, including the target and unread columns."""
+    """Describe all columns of a table in order, including the target and unread columns."""
     if not reading:
         return ()
     found = {each.name: each for each in reading}
     column = source.columns[target]
     values = column.values[~column.values.isnan()].unique() if column.numeric else set(column.values) - {None}
     missing = len(column.missing())
-    what = "classes" if classes else "a number"
-    found[target] = ColumnReading(target, "target", len(values), missing, note=f"{what} to predict")
+    note = "predicted as a class" if classes else "predicted as a number"
+    found[target] = ColumnReading(target, "target", len(values), missing, note=note)
     for name in source.columns:
-        reason = "it is to be dropped" if name in choice.drop else "it is not among the columns to read"
+        reason = "excluded by the user" if name in options.drop else "not among the selected columns"
         found.setdefault(name, ColumnReading(name, "unread", 0, 0, reason))
     return tuple(found[name] for name in source.columns)
 
@@ -233,28 +234,29 @@ def _parts(source: Source, rows: Mapping[str, Tensor], encoded: Encoded, y: Tens
     counts = [int((kept < end).sum()) for end in ends]
     for part, start, end in zip(rows, [0, *counts], counts, strict=False):
         if start == end:
-            raise ValueError(f"{source.name} has no row in its {part} part that can be read")
+            raise ValueError(f"{source.name} has no readable row in its {part} part")
         yield Part(encoded.x[start:end], y[kept[start:end]], encoded.files[start:end])
 
 
-def _prepared(source: str | Path) -> Data | None:
+def prepared(source: str | Path) -> Data | None:
     """Return data that need no assembling; None for other sources."""
     if source == "digits":
         return digits()
     return read(source) if Path(source).suffix.lower() == ".mtdata" else None
 
 
-def _fewer(rows: Tensor, groups: Tensor, limit: int | None, seed: int) -> Tensor:
-    return rows if limit is None or len(rows) <= limit else rows[spread(groups, limit, seed)]
+def _sample(groups: Tensor, limit: int | None, seed: int) -> Tensor:
+    """Return the positions of at most `limit` of the N rows of `groups`."""
+    return torch.arange(len(groups)) if limit is None or len(groups) <= limit else spread(groups, limit, seed)
 
 
 def _limited(data: Data, limit: int, seed: int) -> Data:
     parts = []
     for part in data.parts.values():
-        rows = _fewer(torch.arange(len(part)), part.y if data.classes else torch.zeros(len(part)), limit, seed)
+        rows = _sample(part.y if data.classes else torch.zeros(len(part)), limit, seed)
         files = tuple(part.files[row] for row in rows.tolist()) if part.files else ()
         parts.append(Part(part.x[rows], part.y[rows], files))
-    ood = {name: x[_fewer(torch.arange(len(x)), torch.zeros(len(x)), limit, seed)] for name, x in data.ood.items()}
+    ood = {name: x[_sample(torch.zeros(len(x)), limit, seed)] for name, x in data.ood.items()}
     train, validation, test = parts
     return replace(data, train=train, validation=validation, test=test, ood=ood)
 
@@ -268,54 +270,53 @@ def _height_width(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return check_count("size", sides[0]), check_count("size", sides[1])
 
 
-def _check(choice: Choice) -> None:
-    validation = 0.0 if choice.validation is None else choice.validation
-    if choice.validation is not None:
+def _check(options: LoadOptions) -> None:
+    validation = 0.0 if options.validation is None else options.validation
+    if options.validation is not None:
         check_number("validation", validation, 0, above=True, below=1)
-    check_number("test", choice.test, 0, above=True, below=1)
-    if validation + choice.test >= 1:
-        raise ValueError(f"validation={choice.validation} and test={choice.test} must leave something to train on")
-    check_seed(choice.seed)
-    if choice.limit is not None:
-        check_count("limit", choice.limit)
-    if choice.task is not None and choice.task not in TASKS:
-        raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {choice.task!r}")
+    check_number("test", options.test, 0, above=True, below=1)
+    if validation + options.test >= 1:
+        raise ValueError(f"validation={options.validation} and test={options.test} must sum to less than 1")
+    check_seed(options.seed)
+    if options.limit is not None:
+        check_count("limit", options.limit)
+    if options.task is not None and options.task not in TASKS:
+        raise ValueError(f"task must be None, {' or '.join(TASKS)}, got {options.task!r}")
     for name in ("columns", "drop"):
-        if isinstance(value := getattr(choice, name), str):
+        if isinstance(value := getattr(options, name), str):
             raise ValueError(f"{name} must be a list of names, got {value!r}")
-    if not isinstance(choice.read_as, Mapping):
-        raise ValueError(f"read_as must be a mapping from names of columns, got {choice.read_as!r}")
-    check_count("fold", choice.fold, 0)
-    if choice.folds is not None:
-        if isinstance(choice.folds, bool) or not isinstance(choice.folds, int) or choice.folds < 2:
-            raise ValueError(f"folds must be None or a whole number, 2 or more, got {choice.folds!r}")
-        if choice.fold >= choice.folds:
-            raise ValueError(f"fold must be one of the {choice.folds} folds, counted from 0, got {choice.fold}")
+    if not isinstance(options.read_as, Mapping):
+        raise ValueError(f"read_as must be a mapping from names of columns, got {options.read_as!r}")
+    check_count("fold", options.fold, 0)
+    if options.folds is not None:
+        check_count("folds", options.folds, 2)
+        if options.fold >= options.folds:
+            raise ValueError(f"fold must be below folds={options.folds}, got {options.fold}")
 
 
-# -- rows that cannot be used --------------------------------------------------------------------------------
+# -- bad rows ----------------------------------------------------------------------------------------------
 
 
 class BadRows:
-    """Rows of a source that cannot be used, with the reason: an error, or with `skip` left out and counted.
+    """Unusable rows of a source, by reason. They raise an error, or with `skip` are left out and counted.
 
-    A row must have all `needed` values and all inputs, or a single input if the kind of data fills in missing ones.
+    A row needs all values of the columns `needed` and all inputs; tables, which impute values, need only one input.
     """
 
     def __init__(self, source: Source, skip: bool, kind: Kind, inputs: Mapping[str, Column], *needed: str) -> None:
         self.source, self.skip, self.kind = source, skip, kind
         self.rows: dict[int, str] = dict(source.broken)  # row to reason
         self.details: dict[int, str] = {}
-        whole = {name: source.columns[name] for name in needed} | ({} if kind.named else dict(inputs))
+        whole = {name: source.columns[name] for name in needed} | ({} if kind.has_columns else dict(inputs))
         for name, column in whole.items():
-            lacks = "is missing or no finite number" if column.kind == "number" else "is missing"
+            lacks = "is missing or not finite" if column.kind == "number" else "is missing"
             for row in column.missing():
                 self.rows.setdefault(row, f"{name!r} {lacks}")
-        if kind.named:
+        if kind.has_columns:
             empty = torch.stack([column.empty() for column in inputs.values()]).all(0)
             for row in empty.nonzero().flatten().tolist():
                 self.rows.setdefault(row, "all inputs are missing")
-        self._settle()
+        self._check()
 
     def encode(self, encoder: Encoder, columns: Mapping[str, Column], rows: Tensor) -> Encoded:
         """Encode the inputs of these rows, and record rows that cannot be encoded."""
@@ -323,10 +324,10 @@ class BadRows:
         for index, error in encoded.bad.items():
             reason, bracket, detail = error.partition(" (")
             self.rows[int(rows[index])], self.details[int(rows[index])] = reason, bracket + detail
-        self._settle()
+        self._check()
         return encoded
 
-    def _settle(self) -> None:
+    def _check(self) -> None:
         if not self.rows or self.skip:
             return
         named = sorted(self.rows)[:3]
@@ -336,10 +337,10 @@ class BadRows:
         raise ValueError(f"{self.source.name} has {count}: {'; '.join(first + more)}. skip_bad=True leaves them out")
 
     def targets(self, name: str, as_classes: bool | None) -> tuple[Tensor, tuple[str, ...]]:
-        """Return the targets of all rows and the class names, as `tables.targets` derives them from usable rows."""
+        """Return the targets of all rows and the class names, which depend on the usable rows only."""
         rows = self.usable()
         if not len(rows):
-            raise ValueError(f"{self.source.name} has no row without fault: {', '.join(self.counts())}")
+            raise ValueError(f"{self.source.name} has no usable row: {', '.join(self.counts())}")
         return targets(name, self.source.columns[name], rows, as_classes, self.kind.feature_maps)
 
     def usable(self, part: str = "") -> Tensor:

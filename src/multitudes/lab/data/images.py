@@ -64,7 +64,7 @@ def decode(
     resized = False
     for row, file in enumerate(files):
         try:
-            image = _plain(pillow.open(io.BytesIO(file)))
+            image = _grey_or_rgb(pillow.open(io.BytesIO(file)))
         except Exception as error:  # Pillow's decoders raise nearly anything
             bad[row] = f"the image is unreadable ({_reason(error)})"
             continue
@@ -72,18 +72,18 @@ def decode(
             image = image.convert("L" if channels == 1 else "RGB")
         height, width = size or (image.height, image.width)
         if not kept:
-            x = _room(len(files), len(image.getbands()), height, width)
+            x = _allocate(len(files), len(image.getbands()), height, width)
         if (height, width) != x.shape[2:]:
             raise ValueError(
-                f"images must all be of one size, or size= be given, to which they are resized: {where(row)} is "
-                f"{height} x {width} (height x width), those before it are {x.shape[2]} x {x.shape[3]}"
+                f"images must have the same size, or size= must be given to resize them: {where(row)} is "
+                f"{height} x {width} (height x width), the previous ones are {x.shape[2]} x {x.shape[3]}"
             )
         if x.shape[1] < len(image.getbands()):  # first colour image
-            wider = _room(len(files), 3, height, width)
+            wider = _allocate(len(files), 3, height, width)
             wider[: len(kept)] = x[: len(kept)]
             x = wider
         resized |= image.size != (width, height)
-        x[len(kept)] = _pixels(_fitted(image, height, width))
+        x[len(kept)] = _pixels(_resize(image, height, width))
         kept.append(row)
     return Encoded(x[: len(kept)], kept, bad, () if resized else tuple(files[row] for row in kept))
 
@@ -94,44 +94,44 @@ def refit(x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return x
     channels, height, width = shape
     pillow = needed("PIL.Image", "data", "resizing images")
-    out = _room(len(x), *shape)
+    out = _allocate(len(x), *shape)
     for row, image in enumerate(x):
         pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
         drawn = pillow.fromarray(pixels.contiguous().numpy()).convert("L" if channels == 1 else "RGB")
-        out[row] = _pixels(_fitted(drawn, height, width))
+        out[row] = _pixels(_resize(drawn, height, width))
     return out
 
 
-def _room(count: int, channels: int, height: int, width: int) -> Tensor:
+def _allocate(count: int, channels: int, height: int, width: int) -> Tensor:
     """Allocate a tensor for images; raise if memory is too small."""
     size = count * channels * height * width
     if size > (free := free_bytes(torch.device("cpu"))):
         raise ValueError(
-            f"{count} images of {[channels, height, width]} take {size / 1e9:.3g} GB when decoded, and "
-            f"{free / 1e9:.3g} GB are free: give a smaller size= or a limit="
+            f"{count} images of {[channels, height, width]} need {size / 1e9:.3g} GB when decoded, but "
+            f"{free / 1e9:.3g} GB are free: pass a smaller size= or limit="
         )
     return torch.empty(count, channels, height, width, dtype=torch.uint8)
 
 
-def _plain(image: Any) -> Any:
+def _grey_or_rgb(image: Any) -> Any:
     """Convert an image to mode L or RGB, and apply its EXIF orientation."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
     image.load()
-    if image.getexif().get(0x0112, 1) != 1:  # taken with a rotated camera
-        image = needed("PIL.ImageOps", "data", "reading images").exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
-        # Pillow would clip values above 255 instead of scaling.
-        values = needed("numpy", "data", "reading images").asarray(image)
-        return needed("PIL.Image", "data", "reading images").fromarray((values >> 8).astype("uint8"))
+        return Image.fromarray((np.asarray(image) >> 8).astype("uint8"))  # Pillow would clip values above 255
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are 32-bit numbers, mode {image.mode}")
+        raise ValueError(f"32-bit pixels, mode {image.mode}, are not supported")
     return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
 
 
-def _fitted(image: Any, height: int, width: int) -> Any:
-    if image.size == (width, height):
-        return image
-    method = needed("PIL.Image", "data", "resizing images").Resampling.BILINEAR
-    return needed("PIL.ImageOps", "data", "resizing images").fit(image, (width, height), method)
+def _resize(image: Any, height: int, width: int) -> Any:
+    from PIL import Image, ImageOps
+
+    same = image.size == (width, height)
+    return image if same else ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
 
 
 def _pixels(image: Any) -> Tensor:
@@ -141,7 +141,7 @@ def _pixels(image: Any) -> Tensor:
 
 def _reason(error: Exception) -> str:
     """Return an error message without the buffer address that Pillow includes."""
-    return "no known format" if "cannot identify" in str(error) else str(error) or type(error).__name__
+    return "unknown format" if "cannot identify" in str(error) else str(error) or type(error).__name__
 
 
 def find_images(source: Source, image: str | None) -> list[str] | None:

@@ -20,7 +20,7 @@ from multitudes.lab.data.preprocessing import Preprocessing
 from multitudes.lab.data.sources import Source, open_images, open_source, open_table
 from multitudes.lab.data.tables.columns import Column
 from multitudes.lab.data.tables.features import Feature, Pixels, Text
-from multitudes.lab.data.tables.table import Choice, TableEncoder, choose_columns
+from multitudes.lab.data.tables.table import LoadOptions, TableEncoder, choose_columns
 from multitudes.lab.data.texts import CutToLongest, TextEncoder, find_texts
 from multitudes.training.optimizers import batch_size_for
 
@@ -49,14 +49,14 @@ class Kind:
     """Number of dimensions of one input; no two kinds share both this and the dtype."""
     form: str
     """Description of valid `x`, for errors."""
-    find: Callable[[Source, Choice, str | None], list[str] | None]
+    find: Callable[[Source, LoadOptions, str | None], list[str] | None]
     """Return the columns of a source that must be inputs (empty if undecided); None if the source is of another
     kind. The last argument is the target, if given."""
     options: Collection[str]
     """Arguments of `load` for this kind only."""
-    choose: Callable[[Source, str, Choice], dict[str, Column]]
+    choose: Callable[[Source, str, LoadOptions], dict[str, Column]]
     """Choose the input columns, given the target and the options."""
-    fit: Callable[[Mapping[str, Column], Tensor, Choice], Encoder]
+    fit: Callable[[Mapping[str, Column], Tensor, LoadOptions], Encoder]
     """Fit an encoder for these columns to the training rows."""
     encoder: Callable[[Shape, Sequence[str], Sequence[Feature]], Encoder]
     """Rebuild the fitted encoder from the input shape, feature names and fitted features."""
@@ -72,21 +72,21 @@ class Kind:
     """Convert inputs of another shape to this one."""
     scaled: Callable[[Tensor], Tensor] = _as_is
     """Convert inputs to floating point, before normalisation."""
-    named: bool = False
+    has_columns: bool = False
     """True if features have names. The encoder then fills in missing values, so a row needs only one value."""
     validation: float = 0.1
     """Default share of the training rows that is held out for validation."""
     feature_maps: bool = False
     """True for images: they are decoded from files, can be shifted and flipped, and integer targets are always
     classes."""
-    pictured: Callable[[Shape], bool] = lambda shape: False
+    is_picture: Callable[[Shape], bool] = lambda shape: False
     """Return whether a page can show the inputs as pictures."""
-    written: bool = False
+    is_text: bool = False
     """True for texts, which a page can show. Their shape does not identify the kind."""
 
     def describe(self, shape: Shape) -> str:
         """Describe the inputs, such as "rows of 13"."""
-        return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.written else ''}"
+        return f"{self.inputs} of {' x '.join(map(str, shape))}{' tokens at most' if self.is_text else ''}"
 
     def blank(self, shape: Shape) -> Tensor:
         """Return four empty inputs of a shape, as network inputs on the CPU."""
@@ -94,7 +94,7 @@ class Kind:
 
     def corruptible(self, shape: Shape) -> bool:
         """Return whether the corruptions of `mt.shift` support inputs of this shape."""
-        return self.pictured(shape) and min(shape[1:]) >= 8
+        return self.is_picture(shape) and min(shape[1:]) >= 8
 
 
 def _defaults(model: str, settings: Mapping[str, Any], **training: Any) -> dict[str, Any]:
@@ -124,11 +124,11 @@ def _image_preprocessing(x: Tensor, features: Sequence[Feature], numbers: str) -
     return Preprocessing(mean[:, None, None].float(), std[:, None, None].float())
 
 
-def _fitted_images(columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> ImageEncoder:
-    if choice.pixels is None:
-        return ImageEncoder(choice.size)
-    mean, std = (tuple(map(float, values)) for values in choice.pixels)
-    return ImageEncoder(choice.size, len(mean), features=(Pixels(next(iter(columns)), mean, std),))
+def _fitted_images(columns: Mapping[str, Column], rows: Tensor, options: LoadOptions) -> ImageEncoder:
+    if options.pixels is None:
+        return ImageEncoder(options.size)
+    mean, std = (tuple(map(float, values)) for values in options.pixels)
+    return ImageEncoder(options.size, len(mean), features=(Pixels(next(iter(columns)), mean, std),))
 
 
 def _image_defaults(shape: Shape, rows: int) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
     channels, height, width = shape
     if "size" in taken and height != width:
         sides = f"{height} x {width}"
-        raise ValueError(f"model {model!r} needs square images, got {sides}: take resnet20, or size= of data")
+        raise ValueError(f"model {model!r} needs square images, got {sides}: use resnet20, or resize them with size=")
     stem = "imagenet" if min(height, width) >= 96 else "small"
     numbers = {"inputs": math.prod(shape), "outputs": outputs, "classes": outputs, "channels": channels}
     return {**numbers, "size": height, "stem": stem}
@@ -161,7 +161,7 @@ def _image_arguments(model: str, shape: Shape, outputs: int, taken: Collection[s
 
 def _table_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
     if "inputs" not in taken:
-        raise ValueError(f"model {model!r} is for images, and the inputs are rows of {shape[0]} numbers: take tabular")
+        raise ValueError(f"model {model!r} is for images, but the inputs are rows of {shape[0]} numbers: use tabular")
     return {"inputs": shape[0], "outputs": outputs}
 
 
@@ -187,7 +187,7 @@ def _text_encoder(shape: Shape, names: Sequence[str], features: Sequence[Feature
 
 
 def _text_arguments(model: str, shape: Shape, outputs: int, taken: Collection[str]) -> dict[str, Any]:
-    raise ValueError(f"model {model!r} is not for texts: take a Hugging Face model, hf:FOLDER")
+    raise ValueError(f"model {model!r} does not accept texts: use a Hugging Face model, hf:FOLDER")
 
 
 PRETRAINED_EPOCHS, MOST_TEXT_EPOCHS, TEXTS_IN_ALL = 4, 30, 100_000
@@ -208,9 +208,9 @@ def transformer_training(rows: int, pretrained: bool) -> dict[str, Any]:
 KINDS = [
     Kind(
         "image", "images", torch.uint8, 3, "uint8 images [N, C, H, W]",
-        find=lambda source, choice, target: None if choice.text else find_images(source, choice.image),
+        find=lambda source, options, target: None if options.text else find_images(source, options.image),
         options=("image", "size", "pixels"),
-        choose=lambda source, target, choice: ImageEncoder().columns(source, choice.image),
+        choose=lambda source, target, options: ImageEncoder().columns(source, options.image),
         fit=_fitted_images,
         encoder=lambda shape, names, features: ImageEncoder((shape[1], shape[2]), shape[0], features=features),
         preprocessing=_image_preprocessing,
@@ -220,25 +220,25 @@ KINDS = [
         refit=refit,
         scaled=lambda x: x.float() / 255,
         feature_maps=True,
-        pictured=lambda shape: shape[0] in (1, 3),
+        is_picture=lambda shape: shape[0] in (1, 3),
     ),
     Kind(
         "text", "texts", torch.int32, 1, "int32 tokens [N, T]",
         find=find_texts,
         options=("text", "tokenizer", "max_length"),
-        choose=lambda source, target, choice: {
-            name: source.columns[name] for name in find_texts(source, choice, target) or ()
+        choose=lambda source, target, options: {
+            name: source.columns[name] for name in find_texts(source, options, target) or ()
         },
         fit=TextEncoder.fitted,
         encoder=_text_encoder,
         preprocessing=lambda x, features, numbers: CutToLongest(),
         defaults=lambda shape, rows: _defaults("", {}, **transformer_training(rows, pretrained=False)),
         arguments=_text_arguments,
-        written=True,
+        is_text=True,
     ),
     Kind(
         "table", "rows", torch.float32, 1, "float32 features [N, F]",
-        find=lambda source, choice, target: [],
+        find=lambda source, options, target: [],
         options=("columns", "drop", "read_as"),
         choose=choose_columns,
         fit=TableEncoder.fitted,
@@ -248,7 +248,7 @@ KINDS = [
         ),
         defaults=lambda shape, rows: _defaults("tabular", {}, **table_training(rows)),
         arguments=_table_arguments,
-        named=True,
+        has_columns=True,
         validation=0.15,
     ),
 ]  # fmt: skip
@@ -261,8 +261,8 @@ def kind_of_shape(shape: Shape, name: str | None = None) -> Kind:
     >>> kind_of_shape((3, 32, 32)).name, kind_of_shape((13,)).name
     ('image', 'table')
     """
-    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else not kind.written)]
-    return _only("shape must be that of one of", list(shape), fitting)
+    fitting = [kind for kind in KINDS if kind.dims == len(shape) and (kind.name == name if name else not kind.is_text)]
+    return _only("shape must fit", list(shape), fitting)
 
 
 def kind_of_inputs(x: Tensor) -> Kind:
@@ -277,7 +277,7 @@ def _only(must: str, got: object, fitting: list[Kind]) -> Kind:
     return fitting[0]
 
 
-def kind_of_source(source: Source, choice: Choice, target: str | None = None) -> tuple[Kind, list[str]]:
+def kind_of_source(source: Source, options: LoadOptions, target: str | None = None) -> tuple[Kind, list[str]]:
     """Return the kind of a source, and the columns that must be inputs."""
-    found = ((kind, kind.find(source, choice, target)) for kind in KINDS)
+    found = ((kind, kind.find(source, options, target)) for kind in KINDS)
     return next((kind, names) for kind, names in found if names is not None)

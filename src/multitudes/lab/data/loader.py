@@ -14,20 +14,27 @@ from multitudes.networks.memory import free_bytes
 from multitudes.networks.seeds import mixed
 
 AUGMENTATIONS = ("standard", "crop")
-"""Random crops of padded images, with horizontal flips (standard) or without (crop), for digits and letters."""
+"""Random crops of padded images, with horizontal flips (standard) or without (crop, for digits and letters)."""
 
 
 class Loader:
-    """Batches `(x, y)` of a part, on the device: `x` preprocessed, `y` classes or standardised numbers.
+    """Iterate over batches `(x, y)` of a part: `x` preprocessed, `y` classes or standardised numbers.
 
-    The order of an epoch depends only on `seed` and the epoch's number, and the augmentation of a batch on these and
-    the batch's number, on every device. A completed epoch is followed by the next one. `start(epoch, batch)` sets where
-    the next iteration begins, to resume training.
+    The order depends only on the seed and the epoch, the augmentation also on the batch, on every device. Each
+    iteration is one epoch; `start(epoch, batch)` sets where the next one begins, to resume training. The part is moved
+    to the device as a whole if it needs at most half of the free memory.
 
-    With `streams` of M, a batch concatenates M batches, each in its own order: for members that train on different rows
-    (`mt.batch_ensemble(rows="own")`).
-
-    The whole part is moved to the device if it takes at most half of the free memory; otherwise each batch is.
+    Args:
+        part: Rows to iterate over.
+        data: Data of the part, with its preprocessing.
+        batch_size: Rows per batch.
+        device: Device of the batches.
+        augment: None, "standard" (random crops and flips) or "crop".
+        shuffle: Shuffle the rows in each epoch.
+        seed: Seed of order and augmentation.
+        drop_last: Drop the last batch if it is smaller.
+        streams: With M, a batch concatenates M batches, each in its own order, for members that train on different
+            rows (`mt.batch_ensemble(rows="own")`).
 
     >>> part = Part(torch.tensor([[1.0], [3.0], [1.0], [3.0]]), torch.tensor([0, 1, 0, 1]))
     >>> data = Data("four", part, part, part, ("a", "b"), ("x",), numbers="standard")
@@ -54,9 +61,9 @@ class Loader:
         if augment is not None and augment not in AUGMENTATIONS:
             raise ValueError(f"augment must be None or one of {', '.join(AUGMENTATIONS)}, got {augment!r}")
         if augment is not None and not data.kind.feature_maps:
-            raise ValueError(f"augment={augment!r} is for images, and {data.name} has {data.kind.describe(data.shape)}")
+            raise ValueError(f"augment={augment!r} is for images, but {data.name} has {data.kind.describe(data.shape)}")
         if drop_last and batch_size > len(part):
-            raise ValueError(f"batch_size={batch_size} leaves no whole batch of {len(part)} rows: drop_last=False")
+            raise ValueError(f"batch_size={batch_size} exceeds the {len(part)} rows: set drop_last=False or lower it")
         self.part, self.data, self.batch_size, self.device = part, data, batch_size, torch.device(device)
         self.augment, self.shuffle, self.seed, self.drop_last = augment, shuffle, seed, drop_last
         self.streams = streams
@@ -74,7 +81,7 @@ class Loader:
         """Start the next iteration at this batch of this epoch."""
         check_count("epoch", epoch, 0)
         if type(batch) is not int or not 0 <= batch <= len(self):
-            limit = f"0 or more and at most {len(self)}, the batches of an epoch"
+            limit = f"0 or more and at most {len(self)} (batches per epoch)"
             raise ValueError(f"batch must be a whole number, {limit}, got {batch!r}")
         self.epoch, self._first = epoch, batch
 
@@ -92,13 +99,13 @@ class Loader:
         """Return the row order of an epoch, `[streams, N]`."""
         if not self.shuffle:
             return torch.arange(len(self.part), device=self._x.device).expand(self.streams, -1)
-        # drawn on the CPU, so that it is the same for every device
+        # drawn on the CPU: equal on every device
         generator = self._generator(epoch)
         drawn = [torch.randperm(len(self.part), generator=generator) for _ in range(self.streams)]
         return torch.stack(drawn).to(self._x.device)
 
     def _moves(self, epoch: int) -> Tensor:
-        """Return the random shift and flip of each image of the epoch, batch by batch, `[3, streams, N]`."""
+        """Return the random shifts and flips of an epoch, batch by batch, `[3, streams, N]`."""
         sizes = [len(rows) for rows in torch.arange(len(self.part)).split(self.batch_size)]
         shape, flip = self.part.x.shape[2:], self.augment == "standard"
         drawn = [
@@ -110,7 +117,7 @@ class Loader:
     def _batch(self, rows: Tensor, moves: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self._x[rows].to(self.device)
         if moves is not None:
-            x = moved(x, moves)
+            x = shift_and_flip(x, moves)
         return self.data.normalised(x), self._y[rows].to(self.device)
 
     def _generator(self, *numbers: int) -> torch.Generator:
@@ -131,7 +138,7 @@ def random_moves(count: int, size: tuple[int, ...], generator: torch.Generator, 
     return torch.stack([down, right, mirrored.long()])
 
 
-def moved(x: Tensor, moves: Tensor) -> Tensor:
+def shift_and_flip(x: Tensor, moves: Tensor) -> Tensor:
     """Shift and flip images `[B, C, H, W]` by `random_moves`, with zero padding."""
     count, _, height, width = x.shape
     reach = _reach((height, width))

@@ -10,28 +10,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multitudes.lab.data.assembly import BadRows, load
+from multitudes.base.checks import plural
+from multitudes.lab.data.assembly import BadRows, prepared
 from multitudes.lab.data.kinds import kind_of_source
 from multitudes.lab.data.parts import Data
 from multitudes.lab.data.sources import Source, open_source
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.table import Choice, find_target
+from multitudes.lab.data.tables.table import LoadOptions, find_target
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Inputs `[N, ...]` like those of training, each with a name.
 
-    `bad` counts unreadable inputs; `unknown` counts rows with a category that training has not; `filled` counts imputed
-    values by column; `notes` are further remarks.
+    `bad` counts unreadable inputs; `notes` are sentences on unknown, imputed or truncated values.
     """
 
     names: list[str]
     x: Tensor
     bad: int
-    unknown: int
-    filled: Mapping[str, int]
-    notes: Sequence[str] = ()
+    notes: Sequence[str]
 
 
 def read_inputs(paths: Sequence[Path], data: Data, skip_bad: bool = False, texts: Sequence[str] = ()) -> Inputs:
@@ -65,24 +63,27 @@ def inputs_of(sources: Sequence[tuple[str, Source]], data: Data, skip_bad: bool 
         filled.update(encoded.filled)
         notes += list(encoded.notes.values())
     if not names:
-        raise ValueError(f"there is no input to predict in {', '.join(name for name, _ in sources)}")
-    return Inputs(names, torch.cat(parts), bad, unknown, filled, notes)
+        raise ValueError(f"no input to predict in {', '.join(name for name, _ in sources)}")
+    return Inputs(names, torch.cat(parts), bad, [*_remarks(unknown, filled), *notes])
 
 
 def texts_source(texts: Sequence[str], data: Data) -> Source:
     """Wrap texts in a source; raise if `data` are not texts."""
-    if not data.kind.written:
-        raise ValueError(f"text={texts[0]!r} is for networks of texts, and this one was trained on {data.kind.inputs}")
+    if not data.kind.is_text:
+        raise ValueError(
+            f"text={texts[0]!r} needs a network trained on texts; this one was trained on {data.kind.inputs}"
+        )
     column = data.encoder.features[0].column
     columns = {column: Column("text", list(texts))}
     return Source("the texts", columns, {"train": torch.arange(len(texts))}, [(text, 1) for text in texts], files=True)
 
 
-def remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
+def _remarks(unknown: int, filled: Mapping[str, int]) -> list[str]:
     """Return sentences on unknown categories and missing values."""
-    told = [f"{'1 row has' if unknown == 1 else f'{unknown} rows have'} a category that the training data had not"]
-    return told * bool(unknown) + [
-        f"{name!r} is missing in {count} row{'' if count == 1 else 's'}, and filled in as in training"
+    rows = "1 row has" if unknown == 1 else f"{unknown} rows have"
+    sentences = [f"{rows} a category that does not occur in the training data"] if unknown else []
+    return sentences + [
+        f"{name!r} is missing in {plural(count, 'row')} and was imputed as in training"
         for name, count in filled.items()
     ]
 
@@ -94,18 +95,17 @@ def labelled(
 
     Also return sentences on bad rows that were left out and on imputed values.
     """
-    if source == "digits" or source.lower().endswith(".mtdata"):
-        other = load(source)
+    if (other := prepared(source)) is not None:
         if (other.kind, other.columns, other.task) != (data.kind, data.columns, data.task):
-            raise ValueError(f"the data must be like those of the training, {data!r}, got {other!r}")
+            raise ValueError(f"the data must match the training data, {data!r}, got {other!r}")
         return data.kind.refit(other.test.x, data.shape), _matched(other.test.y, other.classes, data), []
     opened = open_source(source)
-    if data.kind.written:
+    if data.kind.is_text:
         kind, found = data.kind, list(data.encoder.columns(opened))
     else:
-        kind, found = kind_of_source(opened, Choice(image=image), target)
+        kind, found = kind_of_source(opened, LoadOptions(image=image), target)
     if kind is not data.kind:
-        raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the data of the training")
+        raise ValueError(f"{opened.name} must hold {data.kind.inputs}, like the training data")
     name = find_target(opened, target, found)
     columns = data.encoder.columns(opened, image)
     bad = BadRows(opened, skip_bad, kind, columns, name)
@@ -113,10 +113,10 @@ def labelled(
     rows = bad.usable("test")
     encoded = bad.encode(data.encoder, columns, rows)
     if not encoded.kept:
-        raise ValueError(f"{opened.name} has no row that can be used")
-    left_out = [f"Left out {n} bad row{'' if n == 1 else 's'}: {reason}" for reason, n in bad.counts().items()]
-    told = left_out + remarks(encoded.unknown, encoded.filled) + list(encoded.notes.values())
-    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), told
+        raise ValueError(f"{opened.name} has no usable row")
+    left_out = [f"Left out {plural(count, 'bad row')}: {reason}" for reason, count in bad.counts().items()]
+    notes = [*left_out, *_remarks(encoded.unknown, encoded.filled), *encoded.notes.values()]
+    return encoded.x, _matched(y[rows[encoded.kept]], classes, data), notes
 
 
 def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:
@@ -126,6 +126,6 @@ def _matched(y: Tensor, classes: Sequence[str], data: Data) -> Tensor:
     for number in y.unique().tolist():
         if classes[number] not in data.classes:
             known = ", ".join(data.classes[:20])
-            raise ValueError(f"the data have the class {classes[number]!r}; the network knows {known}")
+            raise ValueError(f"the data contain the class {classes[number]!r}; the network's classes are {known}")
     numbers = [data.classes.index(name) if name in data.classes else -1 for name in classes]
     return torch.tensor(numbers)[y]

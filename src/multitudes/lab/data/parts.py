@@ -25,12 +25,13 @@ NETWORK_TASKS = {"classification": "classification", "regression": "gaussian"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Part:
-    """One part of a data set, N inputs and their targets, on the CPU.
+    """One part of a data set: N inputs and their targets, on the CPU.
 
-    `x` are images, uint8 `[N, C, H, W]`; features of a table, float32 `[N, F]`, not standardised; or tokens of texts,
-    int32 `[N, T]`, padded with -1. `y` are classes, int64 `[N]`, or numbers of a regression, float32 `[N]`, in their
-    own units. `files` are the encoded images that decode to `x`, if known; a prepared file stores them instead of the
-    pixels. For texts, they are the texts themselves.
+    Args:
+        x: Images, uint8 `[N, C, H, W]`; table features, float32 `[N, F]`, not standardised; or tokens, int32 `[N, T]`,
+            padded with -1.
+        y: Classes, int64 `[N]`, or numbers, float32 `[N]`, in their own units.
+        files: Encoded images that decode to `x`, or texts, if known. A prepared file stores them instead of pixels.
     """
 
     x: Tensor
@@ -57,12 +58,20 @@ class Part:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Training, validation and test part, and out-of-distribution inputs, which belong to none of the classes.
+    """A data set: training, validation and test part, and out-of-distribution inputs.
 
-    `classes` are the class names, empty for regression; `columns` the names of a table's features, empty for images;
-    `ood` out-of-distribution inputs by name, each like `x`; `dropped` counts bad rows that were left out, by reason;
-    `features` define how the columns of a table become features, by default as plain numbers (see `encoder`); `reading`
-    describes how each column of the source was read; `numbers` is the preprocessing of a table's numbers (`NUMBERS`).
+    Args:
+        name: Name of the data.
+        train: Training part.
+        validation: Validation part.
+        test: Test part.
+        classes: Class names; empty for regression.
+        columns: Names of a table's features; empty for images and texts.
+        ood: Out-of-distribution inputs by name, each like `x`.
+        dropped: Number of bad rows that were left out, by reason.
+        features: Encoding of the columns; default: plain numbers.
+        reading: Description of how each column of the source was read.
+        numbers: Preprocessing of a table's numbers, "quantile" or "standard".
 
     >>> part = Part(torch.tensor([[1.0], [3.0]]), torch.tensor([10.0, 30.0]))
     >>> data = Data("two points", part, part, part, columns=("a",), numbers="standard")
@@ -105,7 +114,7 @@ class Data:
                 first = int(wrong.nonzero()[0])
                 right = f"classes 0 to {len(self.classes) - 1}" if self.classes else "finite"
                 raise ValueError(f"y of {name} must be {right}, got {part.y[first].item()} at {first}")
-        if len(self.columns) != (features := self.shape[0] if self.kind.named else 0):
+        if len(self.columns) != (features := self.shape[0] if self.kind.has_columns else 0):
             raise ValueError(f"columns must name the {features} features, got {len(self.columns)}")
         if self.encoder.names != self.columns:
             raise ValueError(f"features must be those of the columns {self.columns}, got {self.encoder.names}")
@@ -153,16 +162,16 @@ class Data:
 
     def preprocess(self, x: Tensor) -> Tensor:
         """Preprocess scaled inputs for the network; tokens are cut to the longest text."""
-        if self.kind.written:
+        if self.kind.is_text:
             cut: Tensor = self.preprocessing(x)
             return cut
         if not x.is_floating_point():
             raise ValueError(f"x must be scaled before it is preprocessed, got {x.dtype}: call `scaled` first")
         place = (x.device, x.dtype)
-        if place not in self._placed:  # cached: a copy to a GPU synchronises with it
-            self._placed[place] = copy.deepcopy(self.preprocessing).to(x)
-        seen: Tensor = self._placed[place](x)
-        return seen
+        if place not in self._copies:  # cached: a copy to a GPU synchronises with it
+            self._copies[place] = copy.deepcopy(self.preprocessing).to(x)
+        found: Tensor = self._copies[place](x)
+        return found
 
     def normalised(self, x: Tensor) -> Tensor:
         """Scale and preprocess inputs for the network."""
@@ -200,17 +209,17 @@ class Data:
         return 1.0 if self.classes else mean_std(self.train.y[:, None])[1].item()
 
     @cached_property
-    def _placed(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
+    def _copies(self) -> dict[tuple[torch.device, torch.dtype], nn.Module]:
         """Cached copies of the preprocessing, by device and dtype."""
         return {}
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that a result can depend on: equal data have equal fingerprints."""
+        """SHA-256 of everything that can affect a result."""
         names = [self.classes, self.columns, tuple(self.ood)]
-        if self.kind.named and self.numbers != "standard":
+        if self.kind.has_columns and self.numbers != "standard":
             names.append((self.numbers,))
-        if not self.kind.named and self.features:
+        if not self.kind.has_columns and self.features:
             names.append(tuple(json.dumps(each.plain()) for each in self.features))
         tensors = [*(tensor for part in self.parts.values() for tensor in (part.x, part.y)), *self.ood.values()]
         shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]

@@ -1,8 +1,8 @@
-"""Prepared data: one compact file, read with only safetensors and Pillow.
+"""Prepared data in one safetensors file, sealed by a checksum and described in its header.
 
-The file is safetensors, sealed by a checksum, with a description in its header. For each part it holds the targets and
-either the pixels, features or tokens, or the original encoded images, concatenated, with their end offsets. For texts
-it also holds those of the test part, for pages, and the tokenizer.
+For each part it holds the targets and either pixels, features or tokens, or the concatenated encoded images with their
+end offsets. For texts, it also holds the tokenizer and the test texts, which pages show. Reading needs only safetensors
+and Pillow.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from multitudes.lab.data.tables.features import feature_of
 
 ENTRY, VERSION = "data", 5
 LARGE = 8 << 20
-"""Size in bytes from which processes share a tensor through the memory-mapped file."""
+"""Tensors from this size in bytes stay memory-mapped, so that processes share them."""
 
 
 def save(data: Data, path: str | Path) -> Path:
-    """Write data to one file, which appears only when complete; return its path.
+    """Write data to one file atomically.
 
-    Encoded images are kept encoded if that is smaller; everything else is stored as it is.
+    Images stay encoded if that is smaller.
+
+    Args:
+        data: Data to write.
+        path: File to write, usually with the suffix `.mtdata`.
+
+    Returns:
+        The path.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -41,7 +48,7 @@ def save(data: Data, path: str | Path) -> Path:
     for name, part in data.parts.items():
         tensors[f"{name}.y"] = part.y
         smaller = data.kind.feature_maps and 0 < sum(map(len, part.files)) < part.x.nbytes
-        if smaller or (data.kind.written and part.files and name == "test"):
+        if smaller or (data.kind.is_text and part.files and name == "test"):
             tensors[f"{name}.files"] = torch.frombuffer(bytearray(b"".join(part.files)), dtype=torch.uint8)
             tensors[f"{name}.ends"] = torch.tensor([len(file) for file in part.files]).cumsum(0)
         if not smaller:
@@ -51,14 +58,20 @@ def save(data: Data, path: str | Path) -> Path:
 
 
 def read(path: str | Path) -> Data:
-    """Read the data that `save` wrote."""
+    """Read data that `save` wrote.
+
+    Raises:
+        ValueError: If the file is missing, damaged, or of another version.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"path must be a prepared file, got {str(path)!r}, which does not exist")
     try:
         with reading_tensors(path, ENTRY, "a prepared file") as (file, about):
             if about.get("version") != VERSION:
-                raise DamagedError(path, f"its version is {about.get('version')}, and this program reads {VERSION}")
+                raise DamagedError(
+                    path, f"its version is {about.get('version')}, but this version of multitudes reads {VERSION}"
+                )
 
             def tensor(name: str) -> Tensor:
                 found: Tensor = file.get_tensor(name)
@@ -77,7 +90,7 @@ def read(path: str | Path) -> Data:
     except (DamagedError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = error.what if isinstance(error, DamagedError) else str(error).splitlines()[0]
         raise ValueError(
-            f"{str(path)!r} is no whole file of prepared data: {reason}; remove it and prepare it again"
+            f"{str(path)!r} is not an intact prepared file: {reason}; remove it and prepare it again"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 Pixels are standardised. Numbers of a table become normal scores: a quantile transform pulls in outliers and spreads out
 skewed columns, as in Gorishniy et al., *Revisiting Deep Learning Models for Tabular Data* (2021), and *TabM* (2025).
-Zeros and ones stay as they are.
+Zeros and ones are unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS_A_KNOT, FEWEST, MOST = 30, 16, 1000
 """Training rows per knot of the quantile transform, and bounds on the number of knots, so that it does not overfit."""
 
 BEYOND = 2.0
-"""Linear extension of the transform, in standard deviations, beyond the training range."""
+"""Standard deviations by which the transform extends linearly beyond the training range."""
 
 
 class Preprocessing(nn.Module):
@@ -124,7 +124,7 @@ def layout_of(features: Sequence[Feature], seen: Tensor, bins: int = 128) -> lis
     at = 0
     for feature in features:
         many = sum(feature.numeric)
-        # constant numbers stay as they are
+        # a constant number has no bins
         found += [edges_of(seen[:, place], bins) or 1 for place in range(at, at + many)]
         at += len(feature.names)
         if rest := len(feature.names) - many:

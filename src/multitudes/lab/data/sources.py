@@ -20,7 +20,7 @@ from multitudes.base.archives import read_archive
 from multitudes.base.checks import needed
 from multitudes.base.sealed_files import DamagedError
 from multitudes.lab.data.splits import PARTS, part_named
-from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, given
+from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, strip_cells
 from multitudes.lab.data.tables.numbers_and_dates import decimal_marks
 from multitudes.lab.data.tables.quick_csv import quick_columns
 from multitudes.networks.memory import free_bytes
@@ -55,13 +55,13 @@ class Source:
         return sum(count for _, count in self.origins)
 
     def column(self, argument: str, name: str) -> Column:
-        """Return a column that an argument named."""
+        """Return the column that an argument names."""
         if name not in self.columns:
-            raise ValueError(f"{argument}={name!r} is no column of {self.name}, which has {', '.join(self.columns)}")
+            raise ValueError(f"{argument}={name!r} is not a column of {self.name}, which has {', '.join(self.columns)}")
         return self.columns[name]
 
     def trained_column(self, name: str) -> Column:
-        """Return a column that the training data had."""
+        """Return a column of the training data."""
         if name not in self.columns:
             has = ", ".join(self.columns)
             raise ValueError(f"{self.name} must have the column {name!r}, as in training; it has {has}")
@@ -82,7 +82,9 @@ class Source:
         found = [name for name, column in self.columns.items() if column.kind == kind and name not in without]
         named = [name for name in names if name in found][:1]
         if len(found) > 1 and not named:
-            raise ValueError(f"{kind}= must say which column of {self.name} holds the {kind}s: {', '.join(found)}")
+            raise ValueError(
+                f"{kind}= must name the column of {self.name} that holds the {kind}s, one of {', '.join(found)}"
+            )
         return named or found
 
     def where(self, row: int) -> str:
@@ -118,7 +120,7 @@ def open_source(source: str | Path, split: str | None = None, fold: int = 0) -> 
     else:
         found = from_hub(str(source))
     if fold and suffix != ".npz":
-        raise ValueError(f"fold={fold} is for .npz files that have splits of their own, got {str(source)!r}")
+        raise ValueError(f"fold={fold} needs folds= or a .npz file with its own splits, got {str(source)!r}")
     return found if split is None else _split_by(found, split)
 
 
@@ -137,7 +139,7 @@ def _split_by(source: Source, split: str) -> Source:
     """Assign parts by the column `split`."""
     column = source.column("split", split)
     if column.kind != "text":
-        raise ValueError(f"split={split!r} must say train, validation or test, got a column of kind {column.kind}")
+        raise ValueError(f"split={split!r} must hold train, validation or test, got a column of kind {column.kind}")
     found: dict[str, list[int]] = {part: [] for part in PARTS}
     for row, value in enumerate(column.values):
         part = part_named(value or "")
@@ -145,7 +147,7 @@ def _split_by(source: Source, split: str) -> Source:
             found[part].append(row)
         elif row not in source.broken:
             where = source.where(row)
-            raise ValueError(f"split={split!r} must say train, validation or test, got {value!r} at {where}")
+            raise ValueError(f"split={split!r} must hold train, validation or test, got {value!r} at {where}")
     rows = {part: torch.tensor(own) for part, own in found.items() if own}
     columns = {name: other for name, other in source.columns.items() if name != split}
     return replace(source, columns=columns, parts=rows)
@@ -201,7 +203,7 @@ def open_images(path: Path) -> Source | None:
 def open_table(path: Path) -> Source:
     """Read the rows of a file or of a folder."""
     if not path.is_dir() and path.suffix.lower() not in {*_READERS, ".npz"}:
-        raise ValueError(f"rows are read from CSV, Parquet or .npz files, as in training, got {str(path)!r}")
+        raise ValueError(f"rows must be in a CSV, Parquet or .npz file or a folder of them, got {str(path)!r}")
     return open_source(path)
 
 
@@ -235,18 +237,18 @@ def _csv(name: str, folder: Path, files: Sequence[Path]) -> Source:
         _same_columns(header or names, names, path)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{path.name} must name its columns apart in its first line, got {twice!r} twice")
+            raise ValueError(f"{path.name} must have distinct column names in its first line, got {twice!r} twice")
         header = names
         for number, line in lines[1:]:
             if len(line) != len(header):
-                broken[len(rows)] = f"the number of cells is not {len(header)}, that of the columns"
+                broken[len(rows)] = f"the number of cells is not {len(header)}"
                 line = [""] * len(header)
             rows.append(line)
             numbers.append(number)
         origins.append((_relative(path, folder), len(lines) - 1))
     if not rows:
         raise ValueError(f"{name} holds no rows")
-    texts = [given(cells) for cells in zip(*rows, strict=True)]
+    texts = [strip_cells(cells) for cells in zip(*rows, strict=True)]
     marks = decimal_marks(texts, separator)
     columns = {cell: from_cells(own, mark) for cell, own, mark in zip(header, texts, marks, strict=True)}
     return Source(name, columns, _parts_of_files(origins), origins, broken, lines=numbers)
@@ -268,7 +270,7 @@ def _csv_lines(path: Path) -> tuple[str, list[tuple[int, list[str]]]]:
             start = reader.line_num + 1
         return most, found
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path.name} must be UTF-8, which byte {error.start} is not: save it as that") from error
+        raise ValueError(f"{path.name} must be UTF-8, but byte {error.start} is invalid: save it as UTF-8") from error
     except csv.Error as error:
         raise ValueError(f"{path.name} could not be read as CSV: {error}") from error
     finally:
@@ -298,7 +300,7 @@ def _parquet(name: str, folder: Path, files: Sequence[Path]) -> Source:
 
 
 def _features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
-    """Return Hugging Face's column descriptions in a Parquet file; empty if there are none that can be read."""
+    """Return Hugging Face's column descriptions in a Parquet file; empty if missing or unreadable."""
     try:
         found = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -309,7 +311,7 @@ def _features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
 def _same_columns(names: Sequence[str], others: Sequence[str], path: Path) -> None:
     if list(names) != list(others):
         had, has = ", ".join(names), ", ".join(others)
-        raise ValueError(f"{path.name} must have the columns of the file before it, {had}, got {has}")
+        raise ValueError(f"{path.name} must have the columns of the previous file, {had}, got {has}")
 
 
 def _npz(path: Path, fold: int) -> Source:
@@ -320,7 +322,7 @@ def _npz(path: Path, fold: int) -> Source:
         x, y = torch.from_numpy(arrays["X"]).double(), torch.from_numpy(arrays["y"])
     except (KeyError, TypeError, ValueError) as error:
         reason = error.what if isinstance(error, DamagedError) else error
-        raise ValueError(f"{path.name} must hold the arrays X and y, numbers both: {reason}") from error
+        raise ValueError(f"{path.name} must hold two numeric arrays, X and y: {reason}") from error
     if x.dim() != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"{path.name} must hold X [N, F] and y [N], got {list(x.shape)} and {list(y.shape)}")
     columns = {f"x{number}": Column("number", column) for number, column in enumerate(x.unbind(1))}
@@ -334,7 +336,9 @@ def _npz(path: Path, fold: int) -> Source:
         parts = {part: torch.from_numpy(rows[fold].astype("int64")) for part, rows in own.items()}
         together = torch.cat(list(parts.values()))
         if len(together.unique()) < len(together) or together.min() < 0 or together.max() >= len(x):
-            raise ValueError(f"{path.name} must have different rows below {len(x)} in fold {fold}, for train and test")
+            raise ValueError(
+                f"{path.name} must have distinct rows below {len(x)} in train_idx and test_idx of fold {fold}"
+            )
     return Source(path.name, columns, parts, [(path.name, len(x))], target="y", arrays=True)
 
 
@@ -354,10 +358,10 @@ def from_hub(name: str) -> Source:
     try:
         config = config or datasets.get_dataset_default_config_name(path) or _first_config(datasets, path)
         loaded = datasets.load_dataset(path, config)
-    except Exception as error:  # turn any error of the library or network into one sentence
+    except Exception as error:  # any error of the library or the network
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"a source must be {SOURCES}, got {name!r}: no such file or folder, and as an id: {reason}"
+            f"a source must be {SOURCES}, got {name!r}: no such file or folder, and Hugging Face says: {reason}"
         ) from error
     splits = {split: part_named(split) for split in loaded}
     used = [split for split in splits if splits[split] or len(splits) == 1]
@@ -374,5 +378,5 @@ def from_hub(name: str) -> Source:
 
 def _first_config(datasets: Any, path: str) -> str:
     names = datasets.get_dataset_config_names(path)
-    warnings.warn(f"{path} has the configurations {', '.join(names)}: {names[0]} is taken", stacklevel=3)
+    warnings.warn(f"{path} has the configurations {', '.join(names)}; using {names[0]}", stacklevel=3)
     return str(names[0])

@@ -1,4 +1,4 @@
-"""Assign rows to training, validation and test: by name, or drawn."""
+"""Assign rows to training, validation and test part: by name, or at random."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def split_rows(
     seed: int,
     fold: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the rows of each part: those of the source, with missing parts drawn from the training rows.
+    """Return the rows of each part; parts that the source lacks are drawn from its training rows.
 
     `groups` `[N]` are the classes of all rows. Without a training part, a single part counts as all data. With `fold`
     `(f, K)`, fold f of a cross-validation is the test part.
@@ -82,22 +82,21 @@ def split_rows(
     if fold is not None:
         number, folds = fold
         if "test" in own:
-            raise ValueError(f"folds={folds} must be left out, since there is a test part already")
+            raise ValueError(f"folds={folds} must be left out, since the source has a test part")
         if folds > len(pool):
             raise ValueError(f"folds={folds} must be at most the number of rows, {len(pool)}")
         chosen = fold_rows(groups[pool], folds, number, mixed(seed, 2))
-        parts["test"], pool = _parted(pool, chosen)
+        parts["test"], pool = _split_off(pool, chosen)
     shares = {part: share for part, share in (("test", test), ("validation", validation)) if part not in parts}
     counts = {part: max(1, round(share * len(pool))) for part, share in shares.items()}
     if sum(counts.values()) >= len(pool):
         raise ValueError(f"{len(pool)} rows are too few to take {' and '.join(counts)} from")
     for number, (part, count) in enumerate(counts.items()):
-        parts[part], pool = _parted(pool, spread(groups[pool], count, mixed(seed, number)))
+        parts[part], pool = _split_off(pool, spread(groups[pool], count, mixed(seed, number)))
     return {"train": pool, "validation": parts["validation"], "test": parts["test"]}
 
 
-def _parted(pool: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows into those at positions `drawn` and the rest."""
+def _split_off(pool: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     rest = torch.ones(len(pool), dtype=torch.bool)
-    rest[drawn] = False
-    return pool[drawn], pool[rest]
+    rest[positions] = False
+    return pool[positions], pool[rest]

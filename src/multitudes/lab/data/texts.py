@@ -23,7 +23,7 @@ from multitudes.lab.data.sources import Source
 from multitudes.lab.data.tables.column_types import ColumnReading
 from multitudes.lab.data.tables.columns import Column, Encoded
 from multitudes.lab.data.tables.features import Feature, Text
-from multitudes.lab.data.tables.table import LABELS, Choice
+from multitudes.lab.data.tables.table import LABELS, LoadOptions
 
 LONGEST = 256
 """Default maximum number of tokens per text."""
@@ -46,14 +46,14 @@ class TextEncoder:
     names: tuple[str, ...] = ()
 
     @classmethod
-    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice) -> TextEncoder:
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, options: LoadOptions) -> TextEncoder:
         """Make an encoder with the chosen tokenizer; nothing is fitted to the training rows."""
         ((name, column),) = columns.items()
-        assert choice.tokenizer is not None  # checked by `load`
-        text = read_tokenizer(choice.tokenizer, choice.max_length or LONGEST)
+        assert options.tokenizer is not None  # checked by `load`
+        text = read_tokenizer(options.tokenizer, options.max_length or LONGEST)
         counts = Counter(value for value in column.values if value is not None)
         twice = sum(count > 1 for count in counts.values())
-        note = f"{plural(twice, 'text')} more than once" if twice else ""
+        note = plural(twice, "repeated text") if twice else ""
         read = ColumnReading(name, "text", len(counts), len(column) - counts.total(), note=note)
         return cls(replace(text, column=name), (read,))
 
@@ -84,7 +84,7 @@ class TextEncoder:
         (column,) = columns.values()
         texts: list[str] = column.take(rows)
         x, cut = self.tokens(texts)
-        note = f"{cut} of {len(texts)} texts have more than {self.text.longest} tokens, and are cut there"
+        note = f"{cut} of {len(texts)} texts are truncated to {self.text.longest} tokens"
         files = tuple(text.encode(errors="replace") for text in texts)
         return Encoded(x, list(range(len(texts))), files=files, notes={self.text.column: note} if cut else {})
 
@@ -119,21 +119,21 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
     folder = local_place(str(place), "tokenizer")
     folder = folder.parent if folder.is_file() else folder
     if not any(found for pattern in FILES for found in folder.glob(pattern)):  # transformers would create an empty one
-        raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer: there is no tokenizer.json in it")
+        raise ValueError(f"tokenizer: {str(folder)!r} has no tokenizer.json")
     transformers = needed("transformers", "huggingface", "a tokenizer")
     try:
         with quiet():
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises nearly anything if files are missing
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"tokenizer: {str(folder)!r} holds no tokenizer that can be read: {reason}") from error
+        raise ValueError(f"tokenizer: {str(folder)!r} has no readable tokenizer: {reason}") from error
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         kind = type(found).__name__
         raise ValueError(f"tokenizer: {str(folder)!r} must hold a fast tokenizer (tokenizer.json), got a {kind}")
     added = found.num_special_tokens_to_add()
     if longest <= added:
-        raise ValueError(f"max_length must be above {added}, the tokens that the tokenizer adds, got {longest}")
+        raise ValueError(f"max_length must be above {added}, the number of special tokens, got {longest}")
     copy = needed("tokenizers", "huggingface", "a text").Tokenizer.from_str(backend.to_str())
     copy.no_padding()
     copy.enable_truncation(longest)
@@ -144,13 +144,13 @@ def read_tokenizer(place: str | Path, longest: int) -> Text:
     return Text("", copy.to_str(), longest, empty)
 
 
-def find_texts(source: Source, choice: Choice, target: str | None) -> list[str] | None:
+def find_texts(source: Source, options: LoadOptions, target: str | None) -> list[str] | None:
     """Return the text column: the given, only or typically named one; None if texts are not requested."""
-    if choice.text is None and choice.tokenizer is None:
+    if options.text is None and options.tokenizer is None:
         return None
-    if choice.text is not None and choice.text == target:
+    if options.text is not None and options.text == target:
         raise ValueError(f"text must not name the target {target!r}")
-    found = source.one_of_kind("text", choice.text, ("text", "sentence"), (target,) if target else LABELS)
+    found = source.one_of_kind("text", options.text, ("text", "sentence"), (target,) if target else LABELS)
     if not found:
         has = ", ".join(source.columns)
         raise ValueError(f"text= must be a column of texts, and {source.name} has none: its columns are {has}")
@@ -191,8 +191,7 @@ def local_place(name: str, argument: str) -> Path:
         if isinstance(found, str):
             return Path(found).parent
     raise ValueError(
-        f"{argument} {name!r} is no folder and not in the local cache of Hugging Face: nothing is downloaded here, "
-        f"`hf download {name}` fetches it"
+        f"{argument} {name!r} is neither a folder nor in Hugging Face's local cache; `hf download {name}` fetches it"
     )
 
 

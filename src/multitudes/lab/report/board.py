@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multitudes.lab.report.chart import Series, View
+from multitudes.lab.report.chart import Axis, Series, View
 from multitudes.lab.report.run_results import Results
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.leaderboard import best, better
 from multitudes.lab.study.results.result_rows import Row
 from multitudes.lab.study.results.score_columns import (
@@ -117,7 +116,7 @@ def cells_of(board: Sequence[Row], column: Column) -> list[Cell]:
 TICKS = tuple(2.0**power for power in range(-4, 11))
 
 
-def answer(results: Results) -> View | None:
+def answer_figure(results: Results) -> View | None:
     """Return the recommendation's figure: score against price, with the Pareto frontier.
 
     Error bars show the interval of the difference from the single network. None for fewer than two methods.

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from multitudes.lab.report.board import Head, table_of
-from multitudes.lab.report.chart import Series, View
+from multitudes.lab.report.chart import Axis, Series, View
 from multitudes.lab.report.run_results import Results, mean_spread
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.score_columns import Column, column_of
 from multitudes.lab.study.run.measurement import LEVELS
 from multitudes.metrics.calibration_error import reliability
@@ -97,8 +96,8 @@ def _curves(results: Results, prefix: str) -> dict[str, list[Series]]:
             reaches = results.tensors(method, f"{prefix}reach") or [(NORMAL_REACH,)] * len(arrays)
             pairs = zip(arrays, reaches, strict=True)
             inside, wide = torch.stack([_coverage_width(*each, *reach) for each, reach in pairs]).mean(0).tolist()
-            told = zip(LEVELS, inside, wide, strict=True)
-            tips = [f"intervals of {level:.0%} contain {part:.1%}, width {each:.4g}" for level, part, each in told]
+            rows = zip(LEVELS, inside, wide, strict=True)
+            tips = [f"intervals of {level:.0%} contain {part:.1%}, width {each:.4g}" for level, part, each in rows]
             found["coverage"].append(Series(LEVELS, inside, at, tips=tips))
             found["width"].append(Series(LEVELS, wide, at, tips=tips))
         if tables := results.tensors(method, f"{prefix}cdf"):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.lab.report.chart import Field, Series, View
+from multitudes.lab.report.chart import Axis, Field, Series, View
 from multitudes.lab.report.run_results import Results
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.result_rows import TARGETS
 from multitudes.landscape.accuracy_diversity import lower_limit, normalised, upper_limit
 
@@ -24,7 +23,7 @@ Seed = tuple[int, Tensor, Tensor]
 
 def _members(results: Results, method: str) -> list[Seed]:
     """Return the seeds whose members were saved, on the same test rows."""
-    found = [(outcome.seed, outcome.tensors("members", "target")) for outcome in results.alike(method)]
+    found = [(outcome.seed, outcome.tensors("members", "target")) for outcome in results.comparable(method)]
     return [(seed, *tensors) for seed, tensors in found if tensors is not None]  # type: ignore[misc]
 
 
@@ -106,7 +105,7 @@ def function_map(results: Results) -> dict[str, Any]:
     solutions = [one for one in solutions if one[2].numel() == solutions[0][2].numel()]
     if len(solutions) < 5:
         return {}
-    placed = _placed(torch.stack([vector for _, _, vector in solutions])).tolist()
+    placed = _embed(torch.stack([vector for _, _, vector in solutions])).tolist()
     series = []
     for at in dict.fromkeys(at for at, _, _ in solutions):
         own = [(*place, text) for place, (method, text, _) in zip(placed, solutions, strict=True) if method == at]
@@ -115,7 +114,7 @@ def function_map(results: Results) -> dict[str, Any]:
     return {"views": [View(series, Axis(bare=True), Axis(bare=True))]}
 
 
-def _placed(vectors: Tensor) -> Any:
+def _embed(vectors: Tensor) -> Any:
     """Embed vectors `[S, D]` as points `[S, 2]`, reproducibly."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits

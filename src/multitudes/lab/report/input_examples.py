@@ -1,4 +1,4 @@
-"""Inputs of the test part: important columns, and the inputs on which methods are least certain."""
+"""Columns by importance, and the test inputs with the highest uncertainty."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def important_columns(results: Results) -> dict[str, Any]:
 
 
 def _change(score: str, value: float) -> str:
-    """Format a change with its sign."""
     text = f"{100 * value:.1f} points" if score == "accuracy" else f"{value:.3g}"
     return f"{'+' if value > 0 else ''}{text}".replace("-", "−")
 
@@ -85,24 +84,21 @@ def unsure_rows(results: Results) -> dict[str, Any]:
     values = table_values(data.encoder.features, data.test.x[chosen])
     columns = sorted(values, key=lambda name: order.index(name) if name in order else math.inf)[:SHOWN]
     shown = zip(*([_text(value) for value in values[name]] for name in columns), strict=True)
+    predictions: list[tuple[list[str], bool]] = []
     if data.classes:
         heads = ["class", "confidence", "truth"]
-        told = [_row_of_classes(arrays[0][row], data.classes, int(arrays[1][row])) for row in chosen.tolist()]
+        for row in chosen.tolist():
+            truth = int(arrays[1][row])
+            label, confidence, right = _vote(arrays[0][row], data.classes, truth)
+            predictions.append(([label, f"{confidence:.0f} %", data.classes[truth]], right))
     else:
-        heads = ["mean", "interval of 90 %", "truth"]
-        told = [_row_of_numbers(*(float(each[row]) for each in arrays[1:])) for row in chosen.tolist()]
-    rows = list(zip(chosen.tolist(), shown, told, strict=True))
+        heads = ["mean", "90 % interval", "truth"]
+        for row in chosen.tolist():
+            mean, low, high, value = (float(each[row]) for each in arrays[1:])
+            predictions.append(([_text(mean), f"{_text(low)} to {_text(high)}", _text(value)], low <= value <= high))
+    rows = list(zip(chosen.tolist(), shown, predictions, strict=True))
     hidden = len(values) - len(columns)
     return {"method": results.ranked[0], "columns": columns, "heads": heads, "rows": rows, "hidden": hidden}
-
-
-def _row_of_classes(probs: Tensor, names: Sequence[str], truth: int) -> tuple[list[str], bool]:
-    label, confidence, right = _vote(probs, names, truth)
-    return [label, f"{confidence:.0f} %", names[truth]], right
-
-
-def _row_of_numbers(mean: float, low: float, high: float, truth: float) -> tuple[list[str], bool]:
-    return [_text(mean), f"{_text(low)} to {_text(high)}", _text(truth)], low <= truth <= high
 
 
 def uncertain_images(results: Results) -> dict[str, Any]:
@@ -141,8 +137,9 @@ def _texts_of_classes(results: Results) -> dict[str, Any]:
     for row in _most(results.texts, unsure):
         own, truth = members[:, row].double(), int(target[row])
         information = torch.special.entr(own.mean(0)).sum() - torch.special.entr(own).sum(1).mean()
-        told = (shortened(results.texts[row]), names[truth], float(unsure[row]), max(0.0, float(information)))
-        rows.append((*told, _votes(own, names), [_vote(probs[row], names, truth) for probs, _, _ in found.values()]))
+        cells = [_vote(probs[row], names, truth) for probs, _, _ in found.values()]
+        numbers = float(unsure[row]), max(0.0, float(information))
+        rows.append((shortened(results.texts[row]), names[truth], *numbers, _votes(own, names), cells))
     return {"columns": list(found), "rows": rows, "best": voting, "several": len(members) > 1}
 
 
@@ -194,7 +191,7 @@ def _first_seeds(results: Results, methods: Sequence[str], rows: int, *names: st
     """Return arrays of each method's first seed, by method index, if they cover the page's test rows."""
     found = {}
     for method in methods:
-        outcome = next(iter(results.alike(method)), None)
+        outcome = next(iter(results.comparable(method)), None)
         arrays = outcome and outcome.tensors(*names)
         if arrays and len(arrays[-1]) == rows:
             found[results.methods.index(method)] = arrays

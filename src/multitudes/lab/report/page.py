@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from multitudes.base.sealed_files import write_atomically
-from multitudes.lab.report.board import answer, cost, standings
+from multitudes.lab.report.board import answer_figure, cost, standings
 from multitudes.lab.report.calibration import calibration, intervals
-from multitudes.lab.report.chart import HIGHLIGHTED
+from multitudes.lab.report.chart import HIGHLIGHTED, render, resource
 from multitudes.lab.report.diversity import diversity, function_map, loss_landscape
 from multitudes.lab.report.input_examples import (
     columns_read,
@@ -27,28 +27,27 @@ from multitudes.lab.report.input_examples import (
 from multitudes.lab.report.ood_detection import ood
 from multitudes.lab.report.provenance import provenance
 from multitudes.lab.report.quality import selective_prediction, shift, size
-from multitudes.lab.report.render import render, resource
 from multitudes.lab.report.run_results import Results, read_results
 from multitudes.lab.study.run.store import Run
 
 SECTIONS: dict[str, tuple[str, Callable[[Results], dict[str, Any]]]] = {
     "leaderboard": ("All methods", standings),
     "cost": ("Scores against costs", cost),
-    "calibration": ("Calibration: is a confidence of 90 % right in 90 %?", calibration),
-    "intervals": ("Prediction intervals: do they contain what they should?", intervals),
+    "calibration": ("Calibration: does confidence match accuracy?", calibration),
+    "intervals": ("Prediction intervals: does coverage match the level?", intervals),
     "size": ("Members: how many are enough?", size),
-    "selective": ("Abstaining: how many errors are left among the most confident predictions?", selective_prediction),
-    "ood": ("Out-of-distribution inputs: are they noticed?", ood),
-    "shift": ("Corrupted inputs: how much worse are predictions?", shift),
+    "selective": ("Abstention: how many errors remain among the most confident predictions?", selective_prediction),
+    "ood": ("Out-of-distribution inputs: are they detected?", ood),
+    "shift": ("Corrupted inputs: how much do predictions degrade?", shift),
     "diversity": ("Diversity: do members make different errors?", diversity),
     "map": ("Map of all networks, by their predictions", function_map),
-    "landscape": ("The loss between networks", loss_landscape),
-    "matter": ("Columns: which of them matter?", important_columns),
-    "unsure": ("The rows that the best method is least sure of", unsure_rows),
+    "landscape": ("Loss landscape", loss_landscape),
+    "matter": ("Columns: which ones matter?", important_columns),
+    "unsure": ("The most uncertain rows", unsure_rows),
     "images": ("The most uncertain images", uncertain_images),
-    "texts": ("Texts that the methods are unsure of", uncertain_texts),
-    "columns": ("How the columns of the data were read", columns_read),
-    "provenance": ("How to repeat this study", provenance),
+    "texts": ("The most uncertain texts", uncertain_texts),
+    "columns": ("How the columns were read", columns_read),
+    "provenance": ("How to reproduce this study", provenance),
 }
 """Sections in page order: heading and function by name. All but the first are collapsed."""
 
@@ -83,6 +82,7 @@ def sections(results: Results) -> list[Section]:
 def page(results: Results) -> str:
     """Return the whole page as text."""
     return render(
-        "page.html", results=results, methods=results.methods, answer=results.recommendation, figure=answer(results),
-        sections=sections(results), most=HIGHLIGHTED, css=resource("page.css"), script=resource("page.js"),
+        "page.html", results=results, methods=results.methods, answer=results.recommendation,
+        figure=answer_figure(results), sections=sections(results), most=HIGHLIGHTED, css=resource("page.css"),
+        script=resource("page.js"),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from multitudes.lab.report.run_results import Results
 
 
 def provenance(results: Results) -> dict[str, Any]:
-    """Return everything needed to repeat the study."""
+    """Return everything needed to reproduce the study."""
     about, spec, model = results.about, results.spec, results.spec.get("model", {})
     config = results.outcomes[0].config
     digest = (config.get("model", {}).get("weights") or {}).get("sha256")
@@ -24,7 +24,7 @@ def provenance(results: Results) -> dict[str, Any]:
         "Network": f"{model.get('name', '')} {_words(model.get('settings', {}))}".strip() + weights,
         "Training": _words(spec.get("training", {})),
         "Seeds": ", ".join(map(str, sorted({outcome.seed for outcome in results.outcomes}))),
-        "To repeat": "multitudes compare study.toml",
+        "To reproduce": "multitudes compare study.toml",
         "Machine": _distinct(results, "machine"),
         "Versions": _distinct(results, "versions"),
     }
@@ -40,9 +40,11 @@ def _inputs(about: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     if text := about.get("text"):
         lengths = _words(text.get("lengths", {}))
-        found["Texts"] = f"column {text['column']}, at most {text['tokens']} tokens; of a training text: {lengths}"
+        found["Texts"] = (
+            f"column {text['column']}, at most {text['tokens']} tokens; tokens per training text: {lengths}"
+        )
     if pixels := about.get("pixels"):
-        found["Pixels"] = f"less a mean of {pixels['mean']}, over {pixels['std']}, as the model was trained"
+        found["Pixels"] = f"minus {pixels['mean']}, divided by {pixels['std']}, as in pretraining"
     return found
 
 
@@ -54,5 +56,4 @@ def _words(table: Mapping[str, Any]) -> str:
 
 
 def _distinct(results: Results, name: str) -> str:
-    """Return the distinct values that the jobs recorded."""
     return "; ".join(dict.fromkeys(_words(outcome.metrics.get(name) or {}) for outcome in results.outcomes))

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from multitudes.lab.report.board import score_axis
-from multitudes.lab.report.chart import Series, View
+from multitudes.lab.report.chart import Axis, Series, View
 from multitudes.lab.report.run_results import Results, mean_spread
-from multitudes.lab.report.scales import Axis
 from multitudes.lab.study.results.score_columns import column_of
 from multitudes.metrics.selective import risk_coverage
 
@@ -73,8 +72,8 @@ def selective_prediction(results: Results) -> dict[str, Any]:
     # Skip the range where no method errs.
     most = max(max(each.y) for each in series)
     first = min(x for each in series for x, y in zip(each.x, each.y, strict=True) if y >= 0.02 * most)
-    x = Axis("inputs that are predicted", percent=True, low=min(math.floor(10 * first) / 10, 0.9), high=1.0)
-    return {"views": [View(series, x, Axis("errors among them (lower is better)", percent=True, low=0))]}
+    x = Axis("fraction of inputs predicted", percent=True, low=min(math.floor(10 * first) / 10, 0.9), high=1.0)
+    return {"views": [View(series, x, Axis("error rate (lower is better)", percent=True, low=0))]}
 
 
 def shift(results: Results) -> dict[str, Any]:

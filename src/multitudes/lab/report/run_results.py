@@ -25,7 +25,7 @@ from multitudes.lab.study.run.store import PREDICTIONS, REWRITE, Run
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """Results of one job: one method with one seed."""
 
     method: str
@@ -66,7 +66,7 @@ class Results:
     """Name of the data."""
     task: str
     """ "classification" or "regression"."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[JobResult, ...]
     """Results of the finished jobs, method by method."""
     board: tuple[Row, ...]
     """A row for each method and each baseline, the best first."""
@@ -125,11 +125,11 @@ class Results:
         first = list(dict.fromkeys([*self.recommendation.methods, *singles, *names]))[:HIGHLIGHTED]
         return sorted(names, key=lambda name: (name not in first, names.index(name)))
 
-    def of(self, method: str) -> list[Outcome]:
+    def of(self, method: str) -> list[JobResult]:
         """Return the outcomes of a method, one per seed."""
         return [outcome for outcome in self.outcomes if outcome.method == method]
 
-    def alike(self, method: str) -> list[Outcome]:
+    def comparable(self, method: str) -> list[JobResult]:
         """Return the outcomes of a method on the page's test rows: all of them, or those of the first fold."""
         first, folded = self.about.get("fingerprint"), bool(self.about.get("folds"))
         return [each for each in self.of(method) if not folded or each.config["data"].get("fingerprint") == first]
@@ -172,24 +172,24 @@ def read_results(directory: str | Path) -> Results:
     """Read a run directory; missing or failed jobs are listed as such."""
     run = Run(directory)
     outcomes = tuple(
-        Outcome(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done
+        JobResult(job.label, job.seed, job.metrics, job.config or {}, job.directory / PREDICTIONS) for job in run.done
     )
     if not outcomes:
         reasons = [*run.damaged.values(), *(f"{name} failed: {reason}" for name, reason in run.failed.items())]
         why = "".join(f"; {reason}" for reason in reasons[:2]) + (f"; and {len(reasons) - 2} more" * (len(reasons) > 2))
-        raise ValueError(f"there is nothing to report in {str(run.directory)!r}: none of its jobs is done{why}")
+        raise ValueError(f"nothing to report in {str(run.directory)!r}: no job is done{why}")
     about, trained_on = run.about, outcomes[0].config.get("data", {})
     if about is None or about.get("task") not in TARGETS:
         what = "it is missing" if about is None else f"it names the task {about.get('task')!r}"
         raise DamagedError(run.about_path, f"{what}; {REWRITE}")
     if trained_on.get("fingerprint") not in (None, about.get("fingerprint"), *(about.get("folds") or ())):
-        raise DamagedError(run.about_path, f"it describes other data than those of the jobs; {REWRITE}")
+        raise DamagedError(run.about_path, f"it describes other data than the jobs used; {REWRITE}")
     source = str(run.spec.get("data", {}).get("source", trained_on.get("source", "")))
     data = None
     if run.data_path.is_file() or source == "digits":
         data = datasets.read(run.data_path) if run.data_path.is_file() else datasets.load("digits")
-    pictured = data is not None and data.kind.pictured(data.shape)
-    written = data is not None and data.kind.written and len(data.test.files) == len(data.test)
+    pictured = data is not None and data.kind.is_picture(data.shape)
+    written = data is not None and data.kind.is_text and len(data.test.files) == len(data.test)
     return Results(
         name=data.name if data is not None else Path(source).name or "data",
         task=about["task"],
@@ -199,7 +199,7 @@ def read_results(directory: str | Path) -> Results:
         classes=data.classes if data is not None else (),
         images=data.test.x.numpy() if data is not None and pictured else None,
         texts=[text.decode(errors="replace") for text in data.test.files] if data is not None and written else None,
-        table=data if data is not None and data.kind.named and data.kind.dims == 1 else None,
+        table=data if data is not None and data.kind.has_columns and data.kind.dims == 1 else None,
         importance=run.read_table("importance.json") or {},
         spec=run.spec,
         spec_text=run.spec_path.read_text(encoding="utf-8"),

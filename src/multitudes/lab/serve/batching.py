@@ -1,8 +1,8 @@
 """Combine concurrent requests into batches.
 
-One thread computes, and requests wait in the meantime. When it is free, it takes all waiting requests up to a number of
-rows, after waiting a few milliseconds if others are expected (`expecting`). A failed batch is retried request by
-request, so that only the faulty one gets the error.
+One thread computes. When it is free, it takes all waiting requests up to a number of rows, after a few milliseconds if
+others are expected (`expecting`). A failed batch is retried request by request, so that only the faulty one gets the
+error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class QueueFull(Exception):
-    """Raised when the queue is full."""
+    """Exception of a full queue."""
 
 
 @dataclass(eq=False)
@@ -35,11 +35,11 @@ class Batcher(Generic[Question, Answer]):
     """Answer questions in batches, in a separate thread.
 
     Args:
-        work: returns the answers to a batch of questions, in order.
-        rows: maximum rows of a batch; a larger question is a batch by itself.
-        wait: seconds that a batch waits for expected questions.
-        waiting: maximum waiting rows; beyond, `submit` raises `QueueFull`.
-        watch: called with the rows of each batch.
+        work: Function that answers a batch of questions, in order.
+        rows: Maximum rows of a batch; a larger question is a batch of its own.
+        wait: Seconds that a batch waits for expected questions.
+        waiting: Maximum waiting rows; beyond, `submit` raises `QueueFull`.
+        watch: Function called with the rows of each batch.
 
     >>> batcher = Batcher(lambda numbers: [2 * number for number in numbers])
     >>> batcher.submit(21).result()
@@ -102,7 +102,7 @@ class Batcher(Generic[Question, Answer]):
         batch = [each for each in self._next() if each.answer.set_running_or_notify_cancel()]
         if batch:
             self._watch(sum(each.rows for each in batch))
-            self._settle(batch)
+            self._answer(batch)
 
     def _next(self) -> list[_Waiting[Question, Answer]]:
         """Take the questions of the next batch."""
@@ -117,7 +117,7 @@ class Batcher(Generic[Question, Answer]):
                 batch.append(self._queue.popleft())
         return batch
 
-    def _settle(self, batch: list[_Waiting[Question, Answer]]) -> None:
+    def _answer(self, batch: list[_Waiting[Question, Answer]]) -> None:
         try:
             answers = self._work([each.question for each in batch])
             if len(answers) != len(batch):
@@ -127,7 +127,7 @@ class Batcher(Generic[Question, Answer]):
                 batch[0].answer.set_exception(error)
                 return
             for each in batch:
-                self._settle([each])
+                self._answer([each])
             return
         for each, answer in zip(batch, answers, strict=True):
             each.answer.set_result(answer)

@@ -1,6 +1,6 @@
-"""The test part, unseen in training: the network's uncertainty there, and examples for a page.
+"""Uncertainty on the test part, and examples for a page.
 
-Uses the predictions saved by the job; without those, or for another number of draws, some rows are predicted again.
+Uses the predictions saved by the job. Without those, or for another number of draws, some rows are predicted again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXAMPLES = 6
 
 
 class HeldOut(NamedTuple):
-    """Rows of the test part `[n]`, with the network's uncertainty on each, `[n]`: entropy or standard deviation."""
+    """Rows of the test part `[n]` with the uncertainty of each `[n]`: entropy or standard deviation."""
 
     rows: Tensor
     uncertainty: Tensor
@@ -34,16 +34,16 @@ class HeldOut(NamedTuple):
     """Class probabilities, `[n, C]`."""
 
     def conformal(self, y: Tensor) -> Conformal | None:
-        """Fit conformal scores for sets of classes to these otherwise unused rows; `y` holds all test targets."""
+        """Fit conformal scores of classes to these rows; `y` holds all test targets."""
         if self.probs is None:
             return None
         return Conformal.fit(Predictive(self.probs.clamp(min=torch.finfo().tiny).log()[None]), y[self.rows])
 
 
-def held_out(trained: Trained, anew: bool = False, seed: int = 0, precision: str | None = None) -> HeldOut:
-    """Read held-out predictions from the job's files, or compute them if `anew`."""
+def held_out(trained: Trained, recompute: bool = False, seed: int = 0, precision: str | None = None) -> HeldOut:
+    """Read held-out predictions from the job's files, or compute them if `recompute`."""
     test, classes = trained.data.test, trained.data.classes
-    saved = {} if anew else trained.job.predictions
+    saved = {} if recompute else trained.job.predictions
     rows, array = torch.arange(len(test)), saved.get("probs" if classes else "std")
     if array is not None and array.shape == (len(test), *([len(classes)] if classes else [])):
         found = torch.from_numpy(array).float()
@@ -88,28 +88,22 @@ def _shown(data: Data, rows: Tensor) -> list[dict[str, Any]]:
 
 def _inputs(data: Data, rows: Tensor) -> list[dict[str, Any]]:
     """Return inputs of the test part; empty if a page cannot show them."""
-    if data.kind.pictured(data.shape):
+    if data.kind.is_picture(data.shape):
         return [{"image": png(data.test.x[row].numpy(), max(data.shape))} for row in rows.tolist()]
-    if data.kind.written and len(data.test.files) == len(data.test):
+    if data.kind.is_text and len(data.test.files) == len(data.test):
         return [{"text": data.test.files[row].decode(errors="replace")} for row in rows.tolist()]
-    if data.kind.named:
-        return [{"row": row} for row in _table_rows(data, data.test.x[rows])]
+    if data.kind.has_columns:
+        columns = {
+            name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
+            for name, values in table_values(data.encoder.features, data.test.x[rows]).items()
+        }
+        return [{"row": row} for row in rows_of(columns)]
     return []
-
-
-def _table_rows(data: Data, x: Tensor) -> list[dict[str, Any]]:
-    """Invert features `[n, F]` into rows by column, in their own units."""
-    columns = table_values(data.encoder.features, x)
-    short = {
-        name: [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
-        for name, values in columns.items()
-    }
-    return rows_of(short)
 
 
 def columns_of(data: Data) -> list[dict[str, Any]]:
     """Describe the columns of a table: name, kind and known categories; empty if the inputs have no columns."""
-    if not data.kind.named:
+    if not data.kind.has_columns:
         return []
     return [
         {"name": each.column, "kind": each.kind, "known": list(each.known) if isinstance(each, Category) else []}

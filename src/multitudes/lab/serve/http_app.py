@@ -1,8 +1,10 @@
-"""The HTTP application: routes, and refusals of requests."""
+"""HTTP application: routes, error responses and pages."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import logging
@@ -12,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -23,19 +26,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.lab.data.new_inputs import Inputs
+from multitudes.lab.report.chart import render, resource
 from multitudes.lab.serve.batching import Batcher, QueueFull
 from multitudes.lab.serve.held_out import columns_of, examples
-from multitudes.lab.serve.limits import Limits, Refused
 from multitudes.lab.serve.openapi import ABOUT, HEALTH, METRICS, PREDICT
-from multitudes.lab.serve.pages import docs_page, page, policy
 from multitudes.lab.serve.prometheus import ServerMetrics
-from multitudes.lab.serve.requests import notes_on, read_request
+from multitudes.lab.serve.requests import Limits, Refused, read_request
 from multitudes.lab.serve.served_network import Answers, Question, ServedNetwork
 
-log = logging.getLogger("multitudes.lab.serve")
+HERE = "multitudes.lab.serve"
+log = logging.getLogger(HERE)
 
 READERS = 4
-"""Number of bodies read at once: an image may take as much memory as it has pixels."""
+"""Number of bodies parsed concurrently, since decoded images may be large."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Host names of this machine in a browser."""
 BATCH = 256
@@ -53,26 +56,26 @@ def create_app(network: ServedNetwork, **options: Any) -> FastAPI:
 
     app = FastAPI(
         title="multitudes serve", version=metadata.version("multitudes"), docs_url=None, redoc_url=None,
-        lifespan=lifespan, description="A trained network that answers, and tells how sure the answer is.",
+        lifespan=lifespan, description="Predictions of a trained network, with their uncertainty.",
     )  # fmt: skip
     app.add_api_route("/predict", server.predict, methods=["POST"], openapi_extra=PREDICT, summary="Predict inputs")
-    app.add_api_route("/about", server.about, openapi_extra=ABOUT, summary="The network, its inputs, and examples")
-    app.add_api_route("/health", server.health, openapi_extra=HEALTH, summary="Whether the server answers")
-    app.add_api_route("/metrics", server.metrics_text, openapi_extra=METRICS, summary="Numbers for Prometheus")
+    app.add_api_route("/about", server.about, openapi_extra=ABOUT, summary="Describe the network, with examples")
+    app.add_api_route("/health", server.health, openapi_extra=HEALTH, summary="Check that the server runs")
+    app.add_api_route("/metrics", server.metrics_text, openapi_extra=METRICS, summary="Metrics for Prometheus")
     app.add_api_route("/", server.page, include_in_schema=False)
-    app.add_api_route("/docs", lambda: _html(docs_page(app.openapi())), include_in_schema=False)
+    app.add_api_route("/docs", lambda: _page("docs.html", openapi=app.openapi()), include_in_schema=False)
     app.add_exception_handler(Refused, _refusal)
     app.add_exception_handler(HTTPException, _refusal)
-    app.add_middleware(Watched, metrics=server.metrics)
+    app.add_middleware(RequestMiddleware, metrics=server.metrics)
     return app
 
 
 class Server:
-    """State shared by the routes, and a method for each of them.
+    """Shared state of the routes, with a method for each.
 
     `level` is the default level of sets and intervals, `token` the token that requests must send, `wait` the seconds
-    that a batch waits for incoming requests. A `local` server without a token only accepts the host names of this
-    machine, so that no other web page can reach it under its own name (DNS rebinding).
+    that a batch waits for incoming requests. A `local` server without a token accepts only local host names, against
+    DNS rebinding.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Server:
             network.answer, rows=BATCH, wait=wait, waiting=4 * max(BATCH, self.limits.rows), watch=self.metrics.batch
         )
         self.readers = ThreadPoolExecutor(READERS, "readers")
-        self.under_way = 0
+        self.running = 0
         self._about = self._described()
 
     def close(self) -> None:
@@ -100,18 +103,18 @@ class Server:
         """Answer the inputs of a request."""
         self._authorise(request)
         level = _level(request, self.level)
-        if self.under_way >= self.limits.requests:
-            raise Refused(f"{self.limits.requests} requests are under way, try again in a second", 503)
-        self.under_way += 1
+        if self.running >= self.limits.requests:
+            raise Refused(f"{self.limits.requests} requests are running, try again in a second", 503)
+        self.running += 1
         try:
             async with asyncio.timeout(self.limits.seconds):
                 inputs, answers = await self._answered(request, level)
         except TimeoutError as error:
             raise Refused(f"the request took longer than {self.limits.seconds:g} seconds", 504) from error
         finally:
-            self.under_way -= 1
-        told = {"level": level, "conformal": self.network.has_conformal, "notes": notes_on(inputs)}
-        return _json({"answers": answers, **told})
+            self.running -= 1
+        more = {"level": level, "conformal": self.network.has_conformal, "notes": inputs.notes}
+        return _json({"answers": answers, **more})
 
     async def about(self, request: Request) -> Response:
         """Describe the network, its inputs, and examples."""
@@ -126,13 +129,13 @@ class Server:
         """Return the server's metrics."""
         self._authorise(request)
         return Response(
-            self.metrics.text(self.under_way, self.batcher.waiting),
+            self.metrics.text(self.running, self.batcher.waiting),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
     async def page(self) -> Response:
-        """Return the page for people; it loads its content from `/about`."""
-        return _html(page())
+        """Return the interactive page, which loads its content from `/about`."""
+        return _page("page.html", script=resource("templates/page.js", HERE))
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
@@ -175,30 +178,30 @@ class Server:
             "calibrated": isinstance(network.trained.net, Calibrated),
             "conformal": network.has_conformal,
             "limits": {"bytes": self.limits.size, "rows": self.limits.rows, "seconds": self.limits.seconds},
-            "runs": network.how,
+            "runs": network.description,
             "examples": examples(data, network.held_out),
         }
 
 
 async def _body(request: Request, most: int) -> bytes:
     """Read the body, up to the size limit."""
-    told = request.headers.get("content-length", "")
+    length = request.headers.get("content-length", "")
     body = bytearray()
     try:
-        if told.isdigit() and int(told[:20]) > most:
-            raise Refused(f"the body must have {most:,} bytes at most, got {int(told[:20]):,}", 413)
+        if length.isdigit() and int(length[:20]) > most:
+            raise Refused(f"the body must have {most:,} bytes at most, got {int(length[:20]):,}", 413)
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
                 raise Refused(f"the body must have {most:,} bytes at most, got more", 413)
     except ClientDisconnect as error:
-        raise Refused("the request ended before its body was whole", 400) from error
+        raise Refused("the request ended before its body was complete", 400) from error
     return bytes(body)
 
 
 def _level(request: Request, default: float) -> float:
     if more := [name for name in request.query_params if name != "level"]:
-        raise Refused(f"the query may have level alone, got {more[0]!r}")
+        raise Refused(f"the only query parameter is level, got {more[0]!r}")
     given = request.query_params.get("level")
     try:
         level = default if given is None else float(given)
@@ -217,23 +220,40 @@ def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
-def _html(html: str) -> Response:
-    return Response(html, headers={"Content-Security-Policy": policy(html)}, media_type="text/html")
+def _page(template: str, **values: Any) -> Response:
+    """Render a page that loads no external resources; only its own style sheet and script may run."""
+    html = render(template, HERE, css=resource("page.css") + resource("templates/serve.css", HERE), **values)
+    return Response(html, headers={"Content-Security-Policy": _policy(html)}, media_type="text/html")
+
+
+@cache
+def _policy(html: str) -> str:
+    allowed = {
+        name: " ".join(f"'sha256-{_digest(text)}'" for text in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))
+        for name, tag in (("style-src", "style"), ("script-src", "script"))
+    }
+    own = "; ".join(f"{name} {digests or repr('none')}" for name, digests in allowed.items())
+    rest = "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; {own}; {rest}"
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         return _json({"error": error.sentence}, error.status, REFUSED_WITH.get(error.status))
     assert isinstance(error, HTTPException)
-    told = {
-        404: f"there is nothing at {request.url.path!r}: see /docs",
-        405: f"{request.method} is not for {request.url.path!r}: see /docs",
+    sentences = {
+        404: f"unknown path {request.url.path!r}: see /docs",
+        405: f"{request.url.path!r} does not accept {request.method}: see /docs",
     }
-    sentence = told.get(error.status_code, str(error.detail))
+    sentence = sentences.get(error.status_code, str(error.detail))
     return _json({"error": sentence}, error.status_code, dict(error.headers or {}))
 
 
-class Watched:
+class RequestMiddleware:
     """Middleware that counts and times requests, adds headers, and turns unexpected errors into responses."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -255,9 +275,9 @@ class Watched:
         try:
             await self.app(scope, receive, sending)
         except Exception:
-            log.exception("the request %s %s failed", scope["method"], scope["path"])
+            log.exception("%s %s failed", scope["method"], scope["path"])
             if not status:
-                failed = _json({"error": "the server failed on this request; its log says why"}, 500)
+                failed = _json({"error": "internal error; see the server's log"}, 500)
                 await failed(scope, receive, sending)
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"

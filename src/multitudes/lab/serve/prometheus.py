@@ -61,22 +61,22 @@ class ServerMetrics:
         with self._lock:
             counts = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self._requests.items())}
             lines = [
-                *_metric("requests_total", "counter", "Requests that were answered.", counts),
+                *_metric("requests_total", "counter", "Answered requests.", counts),
                 *_metric(
-                    "predict_seconds", "histogram", "From the beginning of a request to its answer.",
+                    "predict_seconds", "histogram", "Seconds from the start of a request to its answer.",
                     self._seconds.values(),
                 ),
-                *_metric("batch_rows", "histogram", "Rows that were predicted together.", self._rows.values()),
-                *_metric("under_way", "gauge", "Requests to /predict that are not answered yet.", {"": under_way}),
-                *_metric("waiting_rows", "gauge", "Rows that wait for a batch.", {"": waiting}),
+                *_metric("batch_rows", "histogram", "Rows per batch.", self._rows.values()),
+                *_metric("under_way", "gauge", "Running requests to /predict.", {"": under_way}),
+                *_metric("waiting_rows", "gauge", "Rows waiting for a batch.", {"": waiting}),
             ]  # fmt: skip
         return "\n".join(lines) + "\n"
 
 
-def _metric(name: str, kind: str, told: str, values: Mapping[str, Any]) -> list[str]:
+def _metric(name: str, kind: str, description: str, values: Mapping[str, Any]) -> list[str]:
     name = f"multitudes_{name}"
     return [
-        f"# HELP {name} {told}",
+        f"# HELP {name} {description}",
         f"# TYPE {name} {kind}",
         *(f"{name}{end} {value}" for end, value in values.items()),
     ]

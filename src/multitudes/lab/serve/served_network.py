@@ -1,4 +1,4 @@
-"""The served network: how it runs, and its answers to several requests at once."""
+"""A network that answers batches of requests, deployed if possible."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class ServedNetwork:
         example = self.data.test.x[:EXAMPLE]
         example = torch.cat([example, example]) if len(example) == 1 else example
         self.draws = bool(stochastic_layers(trained.multitude.network))
-        self.together = not self.draws and self._rows_apart(example)
-        self.how = self._deploy(example)
+        self.batchable = not self.draws and self._rows_independent(example)
+        self.description = self._deploy(example)
         self.members = self.predict(example).members  # warm up: the first batch tries several ways to run
 
     def predict(self, x: Tensor) -> Predictive:
@@ -65,7 +65,7 @@ class ServedNetwork:
 
     def answer(self, questions: Sequence[Question]) -> list[Answers]:
         """Answer each question; those that may share a batch are predicted together."""
-        if not self.together:
+        if not self.batchable:
             return [self._rows(self.predict(each.x), each.level) for each in questions]
         whole = self.predict(torch.cat([each.x for each in questions]))
         by_level = {level: self._rows(whole, level) for level in {each.level for each in questions}}
@@ -80,23 +80,22 @@ class ServedNetwork:
 
     # -- how it runs ---------------------------------------------------------------------------------------
 
-    def _rows_apart(self, example: Tensor) -> bool:
+    def _rows_independent(self, example: Tensor) -> bool:
         """Return whether predictions of rows are independent, so that requests may share a batch."""
         net = self.trained.multitude
         with evaluating(net), torch.no_grad():
-            return not rows_interact(net.network, net._predictions, self._seen(example))
+            return not rows_interact(net.network, net._predictions, self._preprocess(example))
 
     def _deploy(self, example: Tensor) -> str:
-        """Deploy the network, and describe how it runs. Stochastic ones stay as they are, to keep their draws."""
+        """Deploy the network unless it is stochastic, and describe how it runs."""
         if self.draws:
-            return "by torch, each request by itself, since the network draws"
+            return "with torch, one request at a time, since the network draws"
         try:
-            deployed = deploy(self.trained.net, self._seen(example), precision=self._precision)
+            deployed = deploy(self.trained.net, self._preprocess(example), precision=self._precision)
         except (ValueError, ImportError) as error:
-            return f"by torch, since it cannot be deployed: {error}"
+            return f"with torch, since it cannot be deployed: {error}"
         self._quick, self._precision = deployed, None
         return deployed.summary()
 
-    def _seen(self, x: Tensor) -> Tensor:
-        """Preprocess inputs for the network, on its device."""
+    def _preprocess(self, x: Tensor) -> Tensor:
         return self.data.normalised(x.to(self.trained.device))

@@ -28,7 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(CONNECTIONS)
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"host={host!r} and port={port} cannot be listened at: {reason}") from error
+        raise ValueError(f"cannot listen on host={host!r} and port={port}: {reason}") from error
     return listening
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from multitudes.lab.data.tables.columns import Column
-from multitudes.lab.data.tables.features import PARTS, Category, Date, Feature, Number, parts_of
+from multitudes.lab.data.tables.features import DATE_PARTS, Category, Date, Feature, Number, date_parts
 from multitudes.lab.data.tables.numbers_and_dates import (
     AMBIGUOUS,
     ORDERS,
@@ -26,15 +26,15 @@ from multitudes.lab.data.tables.numbers_and_dates import (
 
 FEW, RARE, MOST = 20, 10, 50
 """A column of more than `FEW` categories keeps those with at least `RARE` training rows, and at most `MOST`; the
-others are merged. Distinct values are no evidence of an id in fewer than `FEW` rows."""
+others are merged. In fewer than `FEW` rows, distinct values do not indicate an id."""
 
 NEARLY, NEARLY_ALL = 0.99, 0.9
-"""Shares from which a column is nearly constant (most common value), and an id (distinct values)."""
+"""Minimum share of the most common value of a nearly constant column, and of distinct values of an id."""
 
 
 @dataclass(frozen=True)
 class ColumnReading:
-    """Description of how a column was read, for people.
+    """How a column was read, for display.
 
     `read_as` is number, date, category, id, text or target; `values` counts distinct values; `missing` counts rows
     without a readable value; `dropped` is the reason for leaving it out; `note` is a remark.
@@ -53,7 +53,7 @@ class ColumnReading:
 
 
 class _Dropped(Exception):
-    """Raised to leave a column out, with its kind and the reason."""
+    """Exception that leaves a column out, with its kind and the reason."""
 
     def __init__(self, read_as: str, reason: str) -> None:
         self.read_as, self.reason = read_as, reason
@@ -63,7 +63,7 @@ def check_read_as(read_as: Mapping[str, str], names: Collection[str], source: st
     """Raise unless each key is a column of the source and each value a valid kind."""
     for name, kind in read_as.items():
         if name not in names:
-            raise ValueError(f"read_as={name!r} is no column of {source}, which has {', '.join(names)}")
+            raise ValueError(f"read_as={name!r} is not a column of {source}, which has {', '.join(names)}")
         if kind not in READ_AS:
             raise ValueError(f"read_as of {name!r} must be {', '.join(READ_AS[:-1])} or {READ_AS[-1]}, got {kind!r}")
 
@@ -112,8 +112,8 @@ class _Reader:
         self.name, self.column, self.rows, self.asked, self.sure = name, column, rows, asked, sure
         self.notes: list[str] = []
         self.values: list[str] = []
-        """Known texts; `known` and `differ` count the known values and the distinct ones."""
-        self.known = self.differ = 0
+        """Known texts."""
+        self.known = self.differ = 0  # number of known values, and of distinct ones
         self.count = len(column)
 
     def reading(self, read_as: str, dropped: str = "") -> ColumnReading:
@@ -121,19 +121,19 @@ class _Reader:
         return ColumnReading(self.name, read_as, self.differ, missing, dropped, "; ".join(self.notes))
 
     def feature(self) -> Feature:
-        """Return the column as a feature; raise `_Dropped` if it is left out."""
+        """Fit the column's feature; raise `_Dropped` to leave it out."""
         kind = self.asked or self._kind()
         if kind == "text":
-            self._written()
-            raise _Dropped("text", "texts are not read")
+            self._count_texts()
+            raise _Dropped("text", "free text cannot be a feature")
         if kind not in READ_AS:
             if self.sure:
                 raise ValueError(f"column {self.name!r} is of kind {kind}, which cannot be a feature")
             self.count = 0
-            raise _Dropped(kind, "values of this type are not read")
+            raise _Dropped(kind, "unsupported type")
         if not self.name and not self.sure:
-            self._written()
-            raise _Dropped("id", "it has no name, as row numbers have")
+            self._count_texts()
+            raise _Dropped("id", "no name, probably row numbers")
         return {"number": self._number, "category": self._category}.get(kind, self._date)()
 
     def _kind(self) -> str:
@@ -143,9 +143,9 @@ class _Reader:
         order = date_order(column.texts())
         if order != AMBIGUOUS:
             return "date" if order else "category"
-        self._written()
+        self._count_texts()
         like = next(text for text in column.texts() if text)
-        raise _Dropped("date", f"day and month cannot be told apart in {like!r}: read it as dmy or as mdy")
+        raise _Dropped("date", f"the order of day and month is ambiguous in {like!r}: read it as dmy or mdy")
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -169,31 +169,31 @@ class _Reader:
         numbered = bool((known[1:] - known[:-1] == 1).all())
         if not self.sure:
             if numbered:
-                raise _Dropped("id", "each value is the one before and 1, as row numbers are")
+                raise _Dropped("id", "consecutive integers, probably row numbers")
             if _named_id(self.name):
-                raise _Dropped("id", f"{_all(differ, known)} values differ, and the name is that of an id")
-        self.notes.append("row numbers" if numbered else f"{_all(differ, known)} values differ: maybe an id")
+                raise _Dropped("id", f"{_all(differ, known)} values are distinct, and the name suggests an id")
+        self.notes.append("row numbers" if numbered else f"{_all(differ, known)} values are distinct: maybe an id")
 
     # -- categories ----------------------------------------------------------------------------------------
 
     def _category(self) -> Category:
         texts = self.column.texts()
-        self._written()
+        self._count_texts()
         train = [texts[row] for row in self.rows.tolist()]
         counts = Counter(text for text in train if text is not None)
         self._check_varied(list(counts), None in train)
         self._note_numbers()
         differ = self.differ
         if len(self.values) >= FEW and differ > NEARLY_ALL * len(self.values) and not self.sure:
-            raise _Dropped("id", f"{_all(differ, self.values)} values differ")
+            raise _Dropped("id", f"{_all(differ, self.values)} values are distinct")
         kept = sorted(counts)
         if len(counts) > FEW:
             frequent = sorted(kept, key=lambda text: -counts[text])[:MOST]
             kept = sorted(text for text in frequent if counts[text] >= RARE)
             if not kept and not self.sure:
-                raise _Dropped("text", f"{differ} different texts, none of which is in {RARE} training rows")
+                raise _Dropped("text", f"{differ} distinct texts, none in at least {RARE} training rows")
             kept = kept or sorted(frequent[:FEW])
-            self.notes.append(f"many categories: the {len(kept)} most frequent are kept, all others are one")
+            self.notes.append(f"many categories: the {len(kept)} most frequent are kept, the others are merged")
         self._note_constant(*Counter(self.values).most_common(1)[0])
         return Category(self.name, tuple(kept), len(kept) < len(counts), None in train)
 
@@ -206,14 +206,14 @@ class _Reader:
             found = "ymd" if column.kind == "date" else date_order(column.texts()) or "ymd"
             if found == AMBIGUOUS:
                 raise ValueError(
-                    f"read_as of {self.name!r} must be dmy or mdy, got 'date': its day and month cannot be told apart"
+                    f"read_as of {self.name!r} must be dmy or mdy, got 'date': the order of day and month is ambiguous"
                 )
             order = found
         *_, train = self._measured(column.days(order))
         missing = len(train) < len(self.rows)
         start = train.min().floor().item()
-        found_parts = parts_of(train, start)
-        parts = tuple(part for part in PARTS if len(found_parts[part].unique()) > 1)
+        found_parts = date_parts(train, start)
+        parts = tuple(part for part in DATE_PARTS if len(found_parts[part].unique()) > 1)
         if order != "ymd":
             self.notes.append("day first" if order == "dmy" else "month first")
         return Date(self.name, parts or ("days",), order, start, _median(train), missing)
@@ -232,7 +232,7 @@ class _Reader:
         self._check_varied(train.unique(), len(train) < len(self.rows))
         return known, distinct, counts, train
 
-    def _written(self) -> None:
+    def _count_texts(self) -> None:
         self.values = [text for text in self.column.texts() if text is not None]
         self.known, self.differ = len(self.values), len(set(self.values))
 
@@ -242,13 +242,13 @@ class _Reader:
         wrong = ~empty & values.isnan()
         if self.asked and 2 * int(wrong.sum()) > int((~empty).sum()):
             like = self.column.texts()[int(wrong.nonzero()[0])]
-            raise ValueError(f"read_as of {self.name!r} cannot be {self.asked}: its values are like {like!r}")
+            raise ValueError(f"read_as of {self.name!r} cannot be {self.asked}: its values look like {like!r}")
 
     def _check_varied(self, distinct: Sequence[Any] | Tensor, missing: bool) -> None:
         if not len(distinct):
-            raise _Dropped("empty", "the training rows have no value")
+            raise _Dropped("empty", "no value in the training rows")
         if len(distinct) == 1 and not missing and not self.sure:
-            raise _Dropped("constant", "it is the same in all training rows")
+            raise _Dropped("constant", "constant in the training rows")
 
     def _note_strays(self, values: Tensor) -> None:
         wrong = ~self.column.empty() & ~values.float().isfinite()
@@ -269,9 +269,9 @@ class _Reader:
             return
         texts = self.column.texts()
         if digits_as_dates(texts):
-            self.notes.append("maybe dates: read them as date")
+            self.notes.append("maybe dates, to be read as date")
         if any(text is not None and re.fullmatch(r"0\d+", text) for text in texts):
-            self.notes.append("numbers with leading zeros are maybe codes: read them as category")
+            self.notes.append("leading zeros: maybe codes, to be read as category")
 
     def _note_numbers(self) -> None:
         """Note texts of which at least half are numbers."""
@@ -280,7 +280,7 @@ class _Reader:
         numbers = int((~column.numbers(decimal_marks([different])[0]).isnan()).sum())
         if 2 * numbers >= len(different) > 0 and self.asked is None:
             share = "all" if numbers == len(different) else f"{numbers} of {len(different)}"
-            self.notes.append(f"{share} different values are numbers: maybe to be read as number")
+            self.notes.append(f"{share} distinct values are numbers: maybe to be read as number")
 
 
 def number_of(name: str, train: Tensor, mark: str = ".") -> Number:

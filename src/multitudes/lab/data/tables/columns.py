@@ -61,22 +61,22 @@ class Column:
             return torch.zeros(len(self), dtype=torch.bool)
         return torch.tensor([not text for text in self.cells or self.values], dtype=torch.bool)
 
-    # -- the values as something else ----------------------------------------------------------------------
+    # -- conversions ---------------------------------------------------------------------------------------
 
     def texts(self) -> Sequence[str | None]:
         """Return the values as texts, as originally written if known."""
         if not self.numeric:
             return [text or None for text in self.values]
-        return self.cells or [_written(value, self.names) for value in self.values.tolist()]
+        return self.cells or [_to_text(value, self.names) for value in self.values.tolist()]
 
     def numbers(self, mark: str) -> Tensor:
-        """Return the values as numbers, using this decimal mark; NaN for other texts."""
+        """Parse the values as numbers with this decimal mark; NaN for other texts."""
         if self.numeric and (not self.cells or mark == self.mark):
             return self.values
         return _read(self.texts(), lambda text: read_number(text, mark))
 
     def days(self, order: str) -> Tensor:
-        """Return the values as days since 1970, using this order of day, month and year; NaN for other texts."""
+        """Parse the values as days since 1970 with this order of day, month and year; NaN for other texts."""
         if self.kind == "date":
             return self.values
         return _read(self.texts(), lambda text: read_date(text, order))
@@ -88,7 +88,7 @@ def _read(texts: Sequence[str | None], read: Callable[[str], float]) -> Tensor:
     return torch.tensor([found[text] for text in texts], dtype=torch.float64)
 
 
-def _written(value: float, names: tuple[str, ...]) -> str | None:
+def _to_text(value: float, names: tuple[str, ...]) -> str | None:
     if not math.isfinite(value):
         return None
     return names[int(value)] if names else str(int(value)) if value.is_integer() else str(value)
@@ -99,7 +99,7 @@ class Encoded:
     """Rows of a source as inputs `[n, ...]`, with the indices of these rows and errors of the others.
 
     `bad` maps rows to "reason (details)". `files` are the encoded images or texts of `x`, if any. `unknown` counts rows
-    with a category that training has not; `filled` counts imputed values by column; `notes` are remarks by column.
+    with an unknown category, `filled` imputed values by column; `notes` are remarks by column.
     """
 
     x: Tensor
@@ -111,8 +111,8 @@ class Encoded:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def given(cells: Sequence[str]) -> list[str | None]:
-    """Strip cells; None for those that mean a missing value."""
+def strip_cells(cells: Sequence[str]) -> list[str | None]:
+    """Strip cells; missing values become None."""
     return [None if cell.strip().lower() in MISSING else cell.strip() for cell in cells]
 
 

@@ -39,7 +39,7 @@ class Feature:
         raise NotImplementedError
 
     def raw(self, column: Column) -> Tensor:
-        """Return the values `[N]` of a source's column; raise if it holds another kind of values than in training."""
+        """Return the values `[N]` of a source's column; raise if they are not of the type in training."""
         raise NotImplementedError
 
     def missing(self, raw: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Feature:
         return ~(raw.abs() <= LARGEST)
 
     def unknown(self, raw: Tensor) -> Tensor:
-        """Return a mask `[n]` of values that the training rows have not, if the feature can detect them."""
+        """Return a mask `[n]` of categories that do not occur in the training rows."""
         return torch.zeros(len(raw), dtype=torch.bool)
 
     @classmethod
@@ -90,7 +90,7 @@ class Number(Feature):
         return (True, False) if self.flag else (True,)
 
     def raw(self, column: Column) -> Tensor:
-        # A file with decimal commas keeps them, whatever the training file used.
+        # A file may have decimal commas even if the training file had points.
         values = column.numbers("," if column.mark == "," else self.mark)
         _check_read(self, column, values)
         return values
@@ -107,16 +107,16 @@ class Number(Feature):
         return torch.where(x[:, 1] > 0, torch.nan, values) if self.flag else values
 
 
-PARTS = ("year", "month", "day", "weekday", "hour", "days")
+DATE_PARTS = ("year", "month", "day", "weekday", "hour", "days")
 """Parts of a date: the weekday counts from Monday as 0, hours have a fraction, and days count from a start day."""
 
 
 @dataclass(frozen=True)
 class Date(Feature):
-    """A date as some of its `PARTS`. Missing values become `fill`; with `flag`, a last feature marks them."""
+    """A date as some of its `DATE_PARTS`. Missing values become `fill`; with `flag`, a last feature marks them."""
 
     kind: ClassVar[str] = "date"
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = DATE_PARTS
     order: str = "ymd"
     """Order of year, month and day for dates read from texts."""
     start: float = 0.0
@@ -140,11 +140,11 @@ class Date(Feature):
     @classmethod
     def joint(cls, features: Sequence[Date], raw: Tensor) -> Tensor:
         days, missing = _filled(raw, [each.fill for each in features])
-        found = parts_of(days, _row([each.start for each in features], raw))
-        names = (*PARTS, "missing")
+        found = date_parts(days, _row([each.start for each in features], raw))
+        names = (*DATE_PARTS, "missing")
         own = [(*each.parts, "missing") if each.flag else each.parts for each in features]
         places = [[len(features) * names.index(part) + at for part in parts] for at, parts in enumerate(own)]
-        return _chosen([*(found[part].float() for part in PARTS), missing.float()], places)
+        return _chosen([*(found[part].float() for part in DATE_PARTS), missing.float()], places)
 
     def restored(self, x: Tensor) -> Tensor:
         found = dict(zip(self.parts, x.double().unbind(1), strict=False))
@@ -154,10 +154,10 @@ class Date(Feature):
         return torch.where(x[:, -1] > 0, torch.nan, days) if self.flag else days
 
 
-def parts_of(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
-    """Return the `PARTS` of dates, given in float64 as days since 1970-01-01, each in the shape of `days`.
+def date_parts(days: Tensor, start: Tensor | float = 0.0) -> dict[str, Tensor]:
+    """Return the `DATE_PARTS` of dates, given in float64 as days since 1970-01-01, each in the shape of `days`.
 
-    >>> {part: value.item() for part, value in parts_of(torch.tensor([18321.75], dtype=torch.float64)).items()}
+    >>> {part: value.item() for part, value in date_parts(torch.tensor([18321.75], dtype=torch.float64)).items()}
     {'year': 2020.0, 'month': 2.0, 'day': 29.0, 'weekday': 5.0, 'hour': 18.0, 'days': 18321.75}
     """
     seconds = (days * 86400).round()

@@ -11,7 +11,7 @@ READ_AS = ("number", "date", "category", "text", "dmy", "mdy")
 """Kinds a column can be read as: `text` is left out; `dmy` and `mdy` are dates with the day or the month first."""
 
 ORDERS = ("ymd", "dmy", "mdy")
-"""Orders of day, month and year. Dates with the year first or with month names are read in every case."""
+"""Orders of day, month and year; dates with the year first or with month names need none."""
 
 AMBIGUOUS = "ambiguous"
 """Order of dates whose day and month cannot be distinguished."""
@@ -40,7 +40,7 @@ _COMMA, _POINT = re.compile(rf"{_SIGN}\d+,\d{{3}}"), re.compile(rf"{_SIGN}\d+\.\
 
 
 def read_number(text: str, mark: str = ".") -> float:
-    """Parse a number with this decimal mark; NaN if it is none. Currency and percent signs are ignored.
+    """Parse a number with this decimal mark; NaN if invalid. Currency and percent signs are ignored.
 
     >>> read_number("1,234.5"), read_number("1.234,5 €", ","), read_number("2.5", ","), read_number("1,2")
     (1234.5, 1234.5, 2.5, nan)
@@ -59,15 +59,15 @@ def read_number(text: str, mark: str = ".") -> float:
 
 def _float(text: str) -> float:
     try:
-        return math.nan if "_" in text else float(text)  # valid in Python, but nobody writes it
+        return math.nan if "_" in text else float(text)  # Python accepts 1_000
     except ValueError:
         return math.nan
 
 
 def decimal_marks(columns: Sequence[Texts], separator: str = ",") -> list[str]:
-    """Return the decimal mark of each column of a file; a comma if its cells can mean nothing else.
+    """Return the decimal mark of each column of a file.
 
-    Ambiguous cells, such as "1,234", are resolved by other columns with decimal commas, or by semicolons between cells.
+    Ambiguous cells, such as "1,234", follow other columns with decimal commas, or semicolons between cells.
 
     >>> (
     ...     decimal_marks([["1,5", "2"], ["1.234", "5"]]),
@@ -91,7 +91,7 @@ def _sure_mark(texts: Sequence[str]) -> str | None:
     if _any(_THOUSANDS_COMMA, texts) or _any(_DECIMAL_POINT, texts):
         return "."
     commas = [text for text in texts if "," in text]
-    numbers = _mostly(commas, lambda text: _NUMBER[","].fullmatch(text) is not None)  # no words with commas
+    numbers = _mostly(commas, lambda text: _NUMBER[","].fullmatch(text) is not None)  # not words with commas
     return "," if numbers and _any(_DECIMAL_COMMA, texts) else None
 
 
@@ -121,7 +121,7 @@ _EPOCH = datetime.date(1970, 1, 1).toordinal()
 
 
 def read_date(text: str, order: str = "ymd") -> float:
-    """Return the days from 1970-01-01 to a date, with the time as a fraction; NaN if it is none.
+    """Return the days from 1970-01-01 to a date, with the time as a fraction; NaN if invalid.
 
     A month means its first day; nine or more digits are seconds since 1970, or milliseconds.
 

@@ -1,7 +1,7 @@
 """Read large CSV files by column with Arrow: numbers never become Python strings.
 
-The result equals that of `sources.py`, which reads cell by cell. Files that are not plain (other separators, rows of
-varying length, newlines in cells, decimal commas) return None and are read there.
+The result equals that of `sources.py`, which reads cell by cell and handles all other files (other separators, rows of
+varying length, newlines in cells, decimal commas).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def quick_columns(path: Path) -> dict[str, Column] | None:
         table = _table(path)
         return None if table is None else _columns(table)
     except (pa.ArrowException, UnicodeDecodeError, csv.Error, OSError):
-        return None  # the cell-by-cell reader reports what is wrong, and where
+        return None  # the cell-by-cell reader reports the fault
 
 
 def _table(path: Path) -> Any:
@@ -73,7 +73,7 @@ def _columns(table: Any) -> dict[str, Column] | None:
         table = table.drop_columns([name])  # free the memory
     marks = decimal_marks(list(texts.values()))
     if "," in marks:
-        return None  # then a point is ambiguous too
+        return None  # points are ambiguous as well
     found |= {name: from_cells(own, mark) for (name, own), mark in zip(texts.items(), marks, strict=True)}
     return {name: column for name, column in found.items() if column is not None}
 

@@ -20,7 +20,7 @@ CLASSES = 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class LoadOptions:
     """Options for reading a source: the arguments of `load` with these names."""
 
     target: str | None = None
@@ -62,13 +62,13 @@ class TableEncoder:
     """Description of how all columns were read, including those left out; set when the encoder is fitted."""
 
     @classmethod
-    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, choice: Choice | None = None) -> TableEncoder:
+    def fitted(cls, columns: Mapping[str, Column], rows: Tensor, options: LoadOptions | None = None) -> TableEncoder:
         """Fit an encoder for these columns to these rows."""
-        choice = choice or Choice()
-        features, reading = read_columns(columns, rows, choice.read_as, choice.columns is not None)
+        options = options or LoadOptions()
+        features, reading = read_columns(columns, rows, options.read_as, options.columns is not None)
         if not features:
             left_out = "; ".join(f"{each.name!r}: {each.dropped}" for each in reading)
-            raise ValueError(f"columns= must name the features, since none is left ({left_out})")
+            raise ValueError(f"columns= must name the features, since all columns were left out ({left_out})")
         return cls(tuple(features), tuple(reading))
 
     @classmethod
@@ -105,18 +105,18 @@ class TableEncoder:
         return Encoded(x, list(range(len(rows))), unknown=int(unknown.sum()), filled=filled)
 
 
-def choose_columns(source: Source, target: str, choice: Choice) -> dict[str, Column]:
+def choose_columns(source: Source, target: str, options: LoadOptions) -> dict[str, Column]:
     """Return the candidate feature columns: the given ones, or all except the target and `drop`."""
-    for name in choice.drop:
+    for name in options.drop:
         source.column("drop", name)
-    check_read_as(choice.read_as, source.columns, source.name)
-    if twice := [name for name in choice.read_as if name in choice.drop]:
+    check_read_as(options.read_as, source.columns, source.name)
+    if twice := [name for name in options.read_as if name in options.drop]:
         raise ValueError(f"read_as of {twice[0]!r} must be left out, since drop= leaves this column out")
-    names = [name for name in source.columns if name != target] if choice.columns is None else list(choice.columns)
-    for argument, own in (("columns", names), ("drop", choice.drop), ("read_as", choice.read_as)):
+    names = [name for name in source.columns if name != target] if options.columns is None else list(options.columns)
+    for argument, own in (("columns", names), ("drop", options.drop), ("read_as", options.read_as)):
         if target in own:
             raise ValueError(f"{argument} must not name the target {target!r}, got {list(own)}")
-    chosen = {name: source.column("columns", name) for name in names if name not in choice.drop}
+    chosen = {name: source.column("columns", name) for name in names if name not in options.drop}
     if not chosen:
         raise ValueError(f"columns must leave a feature beside the target {target!r} in {source.name}, got none")
     return chosen
@@ -135,7 +135,7 @@ def find_target(source: Source, target: str | None, inputs: Collection[str]) -> 
         typed = [name for name in others if source.columns[name].names]
         if named or len(typed) == 1:
             return (named or typed)[0]
-    raise ValueError(f"target= must say which column of {source.name} to predict: {', '.join(others)}")
+    raise ValueError(f"target= must name the column of {source.name} to predict, one of {', '.join(others)}")
 
 
 def targets(
@@ -168,7 +168,7 @@ def targets(
             if 0 < spread < 1e-5 * values.abs().max():
                 raise ValueError(
                     f"target {name!r} varies by {spread.item():g} around {values[0].item():g}, too little for float32: "
-                    f"subtract what its values have in common"
+                    f"subtract a constant first"
                 )
             return column.values.float(), ()
         classes = column.names or tuple(str(int(v)) if v.is_integer() else str(v) for v in known.tolist())

@@ -30,9 +30,9 @@ async function fetched(path, settings) {
   try {
     response = await fetch(path, { ...settings, headers });
   } catch {
-    throw new Error("The server cannot be reached.");
+    throw new Error("Cannot reach the server.");
   }
-  const found = await response.json().catch(() => ({ error: `The server answered ${response.status}.` }));
+  const found = await response.json().catch(() => ({ error: `The server returned ${response.status}.` }));
   if (!response.ok) throw Object.assign(new Error(found.error), { status: response.status });
   return found;
 }
@@ -98,7 +98,7 @@ function pasted() {
   if (!line.trim()) return;
   const values = cells(line), columns = state.about.columns;
   if (values.length !== columns.length) {
-    problem(`The row must have ${columns.length} values, one for each column, and has ${values.length}.`);
+    problem(`The row must have ${columns.length} values, one per column; got ${values.length}.`);
     return;
   }
   fill(Object.fromEntries(columns.map((column, at) => [column.name, values[at]])));
@@ -129,7 +129,7 @@ function sample(example) {
   const truth = element("small", { textContent: `truth: ${example.truth}` });
   if (example.image) {
     button.className = "of-image";
-    button.append(element("img", { src: example.image, alt: `An image of ${example.truth}` }), truth);
+    button.append(element("img", { src: example.image, alt: `Image of ${example.truth}` }), truth);
   } else if (example.text !== undefined) {
     button.className = "wide";
     button.append(example.text.length > 160 ? `${example.text.slice(0, 160)} …` : example.text, truth);
@@ -163,14 +163,14 @@ function agreement(answer) {
   const votes = new Map();
   answer.members.forEach(({ label }) => votes.set(label, (votes.get(label) || 0) + 1));
   const total = answer.members.length;
-  if (total === 1) return ["There is one member", "it cannot disagree with itself."];
+  if (total === 1) return ["One member", "there is no disagreement to measure."];
   if (votes.size === 1) {
     const apart = answer.mutual_information > 0.1;
     return [`The ${called()} agree${apart ? " on the class" : ""}`, `all ${total} predict ${answer.label}${apart ? ", with different confidence" : ""}.`];
   }
   const sorted = [...votes].sort((one, two) => two[1] - one[1]);
-  const told = sorted.slice(0, 4).map(([label, count]) => `${count} predict${count === 1 ? "s" : ""} ${label}`);
-  return [`The ${called()} disagree`, `of ${total}, ${told.join(", ")}${sorted.length > 4 ? ", …" : ""}.`];
+  const counts = sorted.slice(0, 4).map(([label, count], at) => `${count}${at ? "" : ` of ${total}`} predict${count === 1 ? "s" : ""} ${label}`);
+  return [`The ${called()} disagree`, `${counts.join(", ")}${sorted.length > 4 ? ", …" : ""}.`];
 }
 
 function sureness(answer) {
@@ -192,8 +192,8 @@ function meter(rows) {
   return box;
 }
 
-function told(strong, rest) {
-  return element("p", { className: "told" }, element("b", { textContent: `${strong}: ` }), rest);
+function fact(strong, rest) {
+  return element("p", { className: "fact" }, element("b", { textContent: `${strong}: ` }), rest);
 }
 
 function ofClasses(answer, found) {
@@ -202,20 +202,20 @@ function ofClasses(answer, found) {
   const inside = new Set(set || []);
   const parts = [
     element("p", { className: "verdict" }, answer.label, " ", element("small", { textContent: `${percent(answer.confidence)}, ${sureness(answer)}` })),
-    told(...agreement(answer)),
+    fact(...agreement(answer)),
   ];
-  if (set && set.length) parts.push(told(`Set at ${level}`, `${set.join(", ")}. It holds the right class for ${level} of inputs like those of the data${set.length === ranked.length ? "; here it is every class" : ""}.`));
-  else if (set) parts.push(told(`Set at ${level}`, "empty: no class fits well."));
-  parts.push(element("h3", { textContent: set ? "Probabilities; classes of the set are blue" : "Probabilities" }));
+  if (set && set.length) parts.push(fact(`Set at ${level}`, `${set.join(", ")}. It contains the true class for ${level} of inputs from the same distribution${set.length === ranked.length ? "; here, it contains every class" : ""}.`));
+  else if (set) parts.push(fact(`Set at ${level}`, "empty: no class fits well."));
+  parts.push(element("h3", { textContent: set ? "Probabilities (blue: classes in the set)" : "Probabilities" }));
   parts.push(meter(ranked.slice(0, 10).map(([name, value]) => [name, value, inside.has(name)])));
   if (ranked.length > 10) parts.push(element("p", { className: "note", textContent: `and ${ranked.length - 10} more classes` }));
-  parts.push(element("h3", { textContent: `What each of the ${answer.members.length} ${called()} predicts${state.about.calibrated ? ", before calibration" : ""}` }));
+  parts.push(element("h3", { textContent: `Predictions of the ${answer.members.length} ${called()}${state.about.calibrated ? ", before calibration" : ""}` }));
   parts.push(element("ul", { className: "votes" }, ...answer.members.slice(0, 64).map((member) =>
     element("li", { className: member.label === answer.label ? "" : "other" }, member.label, " ", element("small", { textContent: percent(member.confidence) })))));
   const most = Math.log(Math.max(2, state.about.classes.length)).toFixed(2);
   parts.push(element("h3", { textContent: "Uncertainty" }), element("dl", {},
-    element("dt", { textContent: "entropy" }), element("dd", { textContent: `${number(answer.entropy)} nats of ${most}: all uncertainty${state.about.calibrated ? ", calibrated" : ""}` }),
-    element("dt", { textContent: "mutual information" }), element("dd", { textContent: `${number(answer.mutual_information)} nats${state.about.calibrated ? " before calibration" : ""}: what the ${called()} disagree on, which more data could settle` })));
+    element("dt", { textContent: "entropy" }), element("dd", { textContent: `${number(answer.entropy)} of ${most} nats: total uncertainty${state.about.calibrated ? ", calibrated" : ""}` }),
+    element("dt", { textContent: "mutual information" }), element("dd", { textContent: `${number(answer.mutual_information)} nats${state.about.calibrated ? " before calibration" : ""}: disagreement between the ${called()}, which more data could reduce` })));
   return parts;
 }
 
@@ -234,7 +234,7 @@ function range(answer) {
   svg.setAttribute("viewBox", "0 0 600 80");
   svg.setAttribute("class", "range");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", "The interval, the mean, and what each member predicts");
+  svg.setAttribute("aria-label", "Interval, mean, and the members' predictions");
   draw("line", { x1: 0, x2: 600, y1: 40, y2: 40, class: "axis" });
   const left = answer.low === null ? 0 : x(answer.low), right = answer.high === null ? 600 : x(answer.high);
   draw("rect", { x: left, width: Math.max(1, right - left), y: 22, height: 36, rx: 4, class: "band" });
@@ -248,12 +248,12 @@ function range(answer) {
 function ofNumbers(answer, found) {
   const level = percent(found.level), share = answer.std ? (answer.std_between_members / answer.std) ** 2 : 0;
   const many = answer.members.length > 1;
-  const held = found.conformal ? `It holds the right value for ${level} of inputs like those of the data.` : "";
+  const held = found.conformal ? `It contains the true value for ${level} of inputs from the same distribution.` : "";
   const parts = [element("p", { className: "verdict" }, number(answer.mean), " ", element("small", { textContent: `± ${number(answer.std)}` }))];
-  if (many) parts.push(told(share < 0.25 ? `The ${called()} agree` : `The ${called()} disagree`, `they differ by ${number(answer.std_between_members)} (a standard deviation), which is ${percent(share)} of the variance.`));
-  parts.push(told(`Interval at ${level}`, `${number(answer.low)} to ${number(answer.high)}. ${held}`), range(answer));
-  parts.push(element("p", { className: "note", textContent: "Band: the interval. Line: the mean. Dots: what each predicts alone." }));
-  parts.push(element("h3", { textContent: `What each of the ${answer.members.length} ${called()} predicts` }));
+  if (many) parts.push(fact(share < 0.25 ? `The ${called()} agree` : `The ${called()} disagree`, `the standard deviation between them is ${number(answer.std_between_members)}, which explains ${percent(share)} of the variance.`));
+  parts.push(fact(`Interval at ${level}`, `${number(answer.low)} to ${number(answer.high)}. ${held}`), range(answer));
+  parts.push(element("p", { className: "note", textContent: `Band: interval. Line: mean. Dots: predictions of the ${called()}.` }));
+  parts.push(element("h3", { textContent: `Predictions of the ${answer.members.length} ${called()}` }));
   parts.push(element("ul", { className: "votes" }, ...answer.members.slice(0, 64).map(({ mean }) => element("li", { textContent: number(mean) }))));
   return parts;
 }
@@ -262,7 +262,7 @@ function show(found) {
   const [answer] = found.answers;
   const parts = state.about.classes.length ? ofClasses(answer, found) : ofNumbers(answer, found);
   found.notes.forEach((note) => parts.push(element("p", { className: "warning" }, note)));
-  parts.push(element("details", {}, element("summary", { textContent: "The answer as JSON" }), element("pre", { textContent: JSON.stringify(found, null, 1) })));
+  parts.push(element("details", {}, element("summary", { textContent: "Response as JSON" }), element("pre", { textContent: JSON.stringify(found, null, 1) })));
   $("result").replaceChildren(...parts);
   $("result").hidden = false;
   $("empty").hidden = true;
@@ -285,11 +285,11 @@ async function open() {
   $("login").hidden = true;
   $("desk").hidden = false;
   $("kicker").textContent = `multitudes serve · ${about.job}`;
-  $("title").textContent = about.classes.length ? `${about.data}: which of ${about.classes.length} classes is it, and how sure is that?` : `${about.data}: which value, and how sure is that?`;
+  $("title").textContent = about.classes.length ? `${about.data}: predict one of ${about.classes.length} classes` : `${about.data}: predict a number`;
   document.title = `${about.job} on ${about.data}`;
   $("level").value = about.level;
   $("level-of").textContent = about.classes.length ? "set" : "interval";
-  $("asking-title").textContent = { images: "An image", rows: "A row", texts: "A text" }[about.inputs];
+  $("asking-title").textContent = { images: "Image", rows: "Row", texts: "Text" }[about.inputs];
   $("drop").hidden = about.inputs !== "images";
   $("row").hidden = about.inputs !== "rows";
   $("text").hidden = about.inputs !== "texts";

@@ -44,7 +44,7 @@ def measure_importance(run: Run) -> dict[str, Any]:
     methods = {}
     for label, row in list(chosen.items())[:2]:
         trained = Trained.read(run.job(label, row.seeds[0]).directory, "cpu", model_file=run.code)
-        if not trained.data.kind.named or len(trained.data.encoder.features) < 2:
+        if not trained.data.kind.has_columns or len(trained.data.encoder.features) < 2:
             return {}
         methods[label] = importance(trained.net, trained.data)
         targets = TARGETS[trained.data.task]

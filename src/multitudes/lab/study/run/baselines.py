@@ -41,9 +41,9 @@ def measure_baselines(data: Data) -> dict[str, Any]:
     makers: dict[str, Callable[[Data], Tensor | Forecasts]] = {"constant": _constant}
     if data.classes:
         makers = {"chance": _chance, **makers}
-    if data.kind.written:
+    if data.kind.is_text:
         makers["linear"] = _linear
-    if data.kind.named:
+    if data.kind.has_columns:
         makers |= {"gradient_boosting": _boosting, "linear": _linear}
         if not data.classes:
             makers["gradient_boosting_quantiles"] = _quantiles
@@ -142,7 +142,7 @@ def _fit(model: Any, data: Data, y: Tensor, normalised: bool) -> None:
 
 
 def _inputs(data: Data, x: Tensor, normalised: bool) -> Any:
-    if data.kind.written:
+    if data.kind.is_text:
         weights = needed("sklearn.feature_extraction.text", "study", "a linear model").TfidfTransformer()
         return weights.fit(_counts(data, data.train.x)).transform(_counts(data, x))
     return (data.normalised(x) if normalised else x).flatten(1).numpy()

@@ -181,7 +181,7 @@ def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Pa
     """Write a trained network as one ONNX file, on the CPU, and verify it with onnxruntime on raw test inputs."""
     data = trained.data
     x = data.test.x[:EXAMPLES]
-    raw, inputs = _raw(trained, x), x if data.kind.written else data.normalised(x)
+    raw, inputs = _raw(trained, x), x if data.kind.is_text else data.normalised(x)
     off = float((raw.prepare(raw.example) - inputs).abs().max())
     if not off <= TOLERANCE:
         raise ValueError(f"cannot recover the raw inputs of {data.name} from its features: the error is {off:.1e}")
@@ -193,7 +193,7 @@ def export(trained: Trained, path: Path, *, draws: int = 8, seed: int = 0) -> Pa
 
 def tokenizer_path(data: Data, path: Path) -> Path | None:
     """Return the path of the tokenizer file, for the `tokenizers` library; None if the data are not texts."""
-    return path.with_suffix(".tokenizer.json") if data.kind.written else None
+    return path.with_suffix(".tokenizer.json") if data.kind.is_text else None
 
 
 def _raw(trained: Trained, x: Tensor) -> RawInputs:

@@ -41,7 +41,7 @@ def unfit(method: Method, shape: tuple[int, ...], kind_name: str | None = None, 
     kind = kind_of_shape(shape, kind_name)
     if method.feature_maps and not kind.feature_maps:
         return f"method {method.name!r} smooths feature maps and needs images, got {kind.describe(shape)}"
-    if method.tables and not kind.named:
+    if method.tables and not kind.has_columns:
         return f"method {method.name!r} is for tables, got {kind.describe(shape)}"
     if method.pretrained and not pretrained:
         return f"method {method.name!r} needs a pretrained network, such as model hf:FOLDER with weights"
