@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.networks.calls import tensors_in
-from multitudes.networks.vmap import at_once
+from multitudes.networks.vmap import vmap_level
 from tests.zoo.drawing_cases import Jitter
 from tests.zoo.of_parts import Of
 
 
 def each(function: Callable[..., Tensor], *stacked: Tensor) -> Tensor:
     """What a function gives for each of the stacked tensors, all at once."""
-    with at_once(len(stacked[0])) as members:
+    with vmap_level(len(stacked[0])) as members:
         return members.whole(function(*map(members.own, stacked)))
 
 
@@ -41,12 +41,12 @@ def test_batch_norm_is_torchs_own_in_training_and_before_anything_is_batched() -
     one, other = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(5, 3, 4, 4)
     want = one(x)
-    with at_once(2):
+    with vmap_level(2):
         torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     assert torch.equal(one.running_var, other.running_var)
     of_the_batch = nn.BatchNorm2d(3, track_running_stats=False).eval()
     torch.testing.assert_close(each(of_the_batch, x[None])[0], of_the_batch(x))
-    with at_once(2):
+    with vmap_level(2):
         got = nn.BatchNorm2d(3).eval()(x)
     torch.testing.assert_close(got, nn.BatchNorm2d(3).eval()(x), rtol=0, atol=0)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.deployment.engines import TorchEngine
 from multitudes.deployment.graph_draws import draw_function, noise_of
-from multitudes.networks.memory import Meter, free_bytes, in_bytes
+from multitudes.networks.devices import Meter, free_bytes, in_bytes
 from multitudes.networks.stochastic import Stochastic
 from tests.zoo.cases import CLASSES, NETWORKS
 from tests.zoo.drawing_cases import Jitter

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.random_functions import STILL, RandomFrom
 
 CLASSES = 3
 
@@ -221,7 +221,7 @@ def test_attention_without_noise_is_that_of_evaluation(need_weights: bool) -> No
     hidden[:, 0] = False
     options = {"need_weights": need_weights, "key_padding_mask": hidden}
     state = torch.get_rng_state()
-    with Redrawn(STILL):
+    with RandomFrom(STILL):
         got = layer.train()(x, x, x, **options)[0]
     assert torch.equal(state, torch.get_rng_state())
     torch.testing.assert_close(got, layer.eval()(x, x, x, **options)[0])
@@ -229,7 +229,7 @@ def test_attention_without_noise_is_that_of_evaluation(need_weights: bool) -> No
 
 def test_grouped_and_causal_attention_without_noise() -> None:
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    with Redrawn(STILL):
+    with RandomFrom(STILL):
         got = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True, enable_gqa=True, scale=0.2)
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.2)
     torch.testing.assert_close(got, want)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.ensemble.packing.quick_dropout import FEW, QuickDropout
-from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.random_functions import STILL, RandomFrom
 
 LARGE = 3 * FEW + 1  # not a multiple of four
 
@@ -52,7 +52,7 @@ def test_where_torch_is_watched_it_is_torch_s_own() -> None:
         torch.manual_seed(2)
         return module(x)
 
-    with Redrawn(STILL):
+    with RandomFrom(STILL):
         assert torch.equal(layer(x), nn.Dropout(0.4)(x))
     drawn = torch.vmap(layer, randomness="different")(torch.ones(3, LARGE))
     assert not torch.equal(drawn[0], drawn[1])

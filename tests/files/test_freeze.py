@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.draws.frozen_noise import Frozen, scrambled
+from multitudes.draws.frozen_noise import FrozenNoise, hash_numbers
 from multitudes.evaluation.calibrate import calibrate
 from multitudes.networks.stochastic import stochastic_layers
 from tests.zoo import drawing_cases
@@ -116,7 +116,7 @@ def test_a_users_layer_keeps_its_names() -> None:
         frozen = mt.freeze(net, 4)
         names = ("0.scale", "0.frozen", "1.weight", "1.bias")
         assert set(frozen.state_dict()) == {f"{index}.{name}" for index in range(4) for name in names}
-        assert all(isinstance(member[0], Frozen) and member[0].noise == noise for member in frozen.network)
+        assert all(isinstance(member[0], FrozenNoise) and member[0].noise == noise for member in frozen.network)
         x = torch.randn(7, 6)
         apart = frozen(x) - frozen(torch.zeros_like(x)) - (frozen(x[:1]) - frozen(torch.zeros(1, 6)))
         torch.testing.assert_close(
@@ -231,7 +231,7 @@ def test_the_numbers_of_frozen_layers_are_uniform_and_normal() -> None:
         assert abs(torch.corrcoef(torch.stack([one, two]))[0, 1]) < 0.015
     share = torch.histc(u, 20, 0, 1) / len(u)
     assert (share - 0.05).abs().max() < 0.004
-    hashed = scrambled(torch.arange(100_000))
+    hashed = hash_numbers(torch.arange(100_000))
     assert hashed.unique().numel() == 100_000 and int(hashed.max()) < 2**32
 
 

@@ -336,7 +336,7 @@ def test_laplace_torch_agrees(likelihood: str, structure: str) -> None:
 
 
 def test_a_thousand_classes_of_two_thousand_features_never_make_the_full_matrix() -> None:
-    from multitudes.networks.memory import Meter
+    from multitudes.networks.devices import Meter
 
     model = nn.Linear(2048, 1000)
     x, y = torch.randn(16, 2048), torch.randint(1000, (16,))

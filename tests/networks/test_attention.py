@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multitudes.networks.attention import math_attention
-from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.random_functions import STILL, RandomFrom
 
 MASKS = {
     "none": None,
@@ -71,7 +71,7 @@ def test_whole_attention_runs_under_vmap_and_draws_what_it_draws(need_weights: b
 def test_another_mode_draws_the_numbers_of_its_dropout(need_weights: bool) -> None:
     layer = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     x = torch.randn(3, 5, 8)
-    with Redrawn(STILL), math_attention():
+    with RandomFrom(STILL), math_attention():
         still = layer(x, x, x, need_weights=need_weights)[0]
     torch.testing.assert_close(still, layer.eval()(x, x, x)[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from multitudes.networks.trace import attributes_restored, writing_modules
+from multitudes.networks.trace import preserve_attributes, writing_modules
 
 
 class Writes(nn.Module):
@@ -26,7 +26,7 @@ class Writes(nn.Module):
 def test_all_that_was_written_is_put_back_and_named() -> None:
     network = nn.Sequential(Writes(), nn.ReLU())
     seen, named = network[0].seen, network[0].named
-    with attributes_restored(writing_modules(network)) as written:
+    with preserve_attributes(writing_modules(network)) as written:
         network(torch.ones(1, 2))
     assert written == {("0", key) for key in ("steps", "seen", "named", "hidden", "gone")}
     assert (network[0].steps, network[0].seen, network[0].named, network[0].gone) == (0, [1], {"a": 1}, "here")
@@ -35,11 +35,11 @@ def test_all_that_was_written_is_put_back_and_named() -> None:
 
 def test_nothing_is_named_where_nothing_is_written_and_an_error_leaves_nothing() -> None:
     network = Writes()
-    with attributes_restored(writing_modules(network)) as written:
+    with preserve_attributes(writing_modules(network)) as written:
         network.layer(torch.ones(1, 2))
     assert not written
     try:
-        with attributes_restored(writing_modules(network)):
+        with preserve_attributes(writing_modules(network)):
             network(torch.ones(1, 2))
             raise RuntimeError
     except RuntimeError:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.networks.calls import InputError, call
-from multitudes.networks.trace import Shape, Trace, Use, hooked, observing, record, recording
+from multitudes.networks.trace import Shape, Trace, FunctionCall, hooked, observing, record, recording
 from multitudes.networks.verification import rows_interact
 from tests.zoo.of_parts import Of
 
@@ -156,7 +156,7 @@ def test_the_largest_tensor_is_one_that_was_made() -> None:
 # -- functions, values and random numbers ------------------------------------------------------------------
 
 
-def caller(use: Use) -> str:
+def caller(use: FunctionCall) -> str:
     return use.inside[-1].name if use.inside else ""
 
 
@@ -178,7 +178,7 @@ def test_functions_that_take_certain_tensors_are_recorded_alone() -> None:
     assert caller(outer) == "" and outer.tensors == (network.layer.weight,)  # by way of its `.T`
 
 
-def looked_at(network: nn.Module, x: Tensor) -> list[Use]:
+def looked_at(network: nn.Module, x: Tensor) -> list[FunctionCall]:
     return record(network, x, looks=[*network.parameters(), x]).looks
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
-from multitudes.networks.calls import use_of
+from multitudes.networks.calls import verdict_key
 from multitudes.networks.verification import Verdicts, difference
 
 
@@ -107,7 +107,7 @@ def test_a_verdict_is_found_once_for_each_kind_of_use() -> None:
     network.eval()
     ask("fast", torch.randn(5, 4))
     assert find.count == 6
-    assert use_of(network, torch.randn(5, 4)) == use_of(network, torch.randn(9, 4))
+    assert verdict_key(network, torch.randn(5, 4)) == verdict_key(network, torch.randn(9, 4))
 
 
 @pytest.mark.parametrize("method", [mt.batch_ensemble, mt.masksembles, mt.deep_ensemble, mt.heads, mt.lora])

@@ -15,7 +15,7 @@ import multitudes as mt
 from multitudes.ensemble.runners.member_size import convolves
 from multitudes.ensemble.runners.selection import INDEPENDENT, Workload, runners_for
 from multitudes.networks import vmap as module
-from multitudes.networks.vmap import at_once, products
+from multitudes.networks.vmap import vmap_level, products
 
 # -- networks ----------------------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ def test_compiled_as_one_graph_it_is_the_loop(name: str, training: bool) -> None
 def each(function: Callable[..., Any], *args: Any, shared: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
     """A function of stacked arguments by members at once, and one member after the other; arguments may be shared."""
     count = len(args[0])
-    with at_once(count) as members:
+    with vmap_level(count) as members:
         own = [members.own(arg) if isinstance(arg, Tensor) and i not in shared else arg for i, arg in enumerate(args)]
         together = members.whole(function(*own))
     alone = [
@@ -356,7 +356,7 @@ def test_a_table_of_embeddings(padding_idx: int | None) -> None:
 
 @pytest.mark.parametrize("wrong", [7, -1])
 def test_an_index_beyond_the_table_is_an_error_not_another_members_row(wrong: int) -> None:
-    with pytest.raises((IndexError, RuntimeError)), at_once(3) as members:
+    with pytest.raises((IndexError, RuntimeError)), vmap_level(3) as members:
         F.embedding(torch.tensor([0, wrong]), members.own(torch.randn(3, 7, 4)))
 
 

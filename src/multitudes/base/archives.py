@@ -73,7 +73,7 @@ def read_tensors(path: str | Path, entry: str, what: str) -> tuple[dict[str, Ten
 # -- names of several parts --------------------------------------------------------------------------------
 
 
-def grouped(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def join_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join the tensors of several parts in one dict, as `part/name`.
 
     >>> import torch
@@ -83,7 +83,7 @@ def grouped(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
 
 
-def below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_of_part(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of one part, by their names in it."""
     start = f"{part}/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

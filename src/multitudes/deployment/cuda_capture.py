@@ -24,8 +24,8 @@ from multitudes.deployment.operation_graph import CannotTrace, check_synchroniza
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.packing.pointwise import plain_convolutions
-from multitudes.networks.calls import Input, mapped, tensors_in
-from multitudes.networks.settings import holding
+from multitudes.networks.calls import Input, map_tensors, tensors_in
+from multitudes.networks.settings import override_attribute
 
 SummaryRows = list[tuple[str, str]]
 
@@ -214,8 +214,8 @@ def _forward_function(plain: TorchEngine, x: Input, runner: str) -> Callable[...
 
     def call(*tensors: Tensor) -> Tensor:
         given = iter(tensors)
-        with plain.precision(), holding([plain.net] if runner else [], "_runner", runner):
-            found: Tensor = plain.net(mapped(lambda _: next(given), x))
+        with plain.precision(), override_attribute([plain.net] if runner else [], "_runner", runner):
+            found: Tensor = plain.net(map_tensors(lambda _: next(given), x))
         return found
 
     return call

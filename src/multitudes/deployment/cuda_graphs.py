@@ -17,7 +17,7 @@ from torch import Tensor
 from multitudes.deployment.cuda_capture import Captured, Plan, capture
 from multitudes.deployment.engines import MAX_SHAPES, Engine, Reference, TorchEngine, rows_of, signature
 from multitudes.deployment.operation_graph import CannotTrace
-from multitudes.networks.calls import Input, mapped, tensors_in
+from multitudes.networks.calls import Input, map_tensors, tensors_in
 
 MAX_GRAPHS = 16
 """Maximum number of graphs. Beyond it, a size replaces the least used graph once it occurs more than twice as often."""
@@ -101,7 +101,7 @@ class CudaGraphEngine:
 
     def _part(self, x: Input, start: int, end: int) -> Input:
         batched = iter(self.batched)
-        return mapped(lambda tensor: tensor[start:end] if next(batched) else tensor, x)
+        return map_tensors(lambda tensor: tensor[start:end] if next(batched) else tensor, x)
 
     def _size(self, rows: int) -> int:
         """Return the rows of the graph for a batch: a requested size, or a power of two."""
@@ -187,4 +187,4 @@ class CudaGraphEngine:
                 return tensor
             return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
 
-        return mapped(padded, x)
+        return map_tensors(padded, x)

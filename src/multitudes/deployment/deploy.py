@@ -23,7 +23,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.predictor import multitude_of
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.files.onnx_exporter import check_example
-from multitudes.networks.calls import Input, mapped, moved, tensors_in
+from multitudes.networks.calls import Input, map_tensors, to_device, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.devices import device_in
 from multitudes.networks.stochastic import stochastic_layers
@@ -88,7 +88,7 @@ def deploy(
         raise ValueError(f"batch_sizes must be a list of whole numbers, got {batch_sizes!r}")
     sizes = [check_count("batch_sizes", size) for size in batch_sizes]
     check_example(example)
-    example = mapped(lambda tensor: tensor.detach().clone(), moved(example, device))
+    example = map_tensors(lambda tensor: tensor.detach().clone(), to_device(example, device))
     _check_targets(targets, dtype, example)
     original = copied(multitude).eval()
     by_formula = original.without_draws(original.draws) if stochastic_layers(original.network) else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from multitudes.deployment.engines import Engine
 from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.calibrate import Calibration
-from multitudes.networks.calls import Input, InputError, input_errors, moved, one_per_input, tensors_in
+from multitudes.networks.calls import Input, InputError, input_errors, to_device, one_per_input, tensors_in
 from multitudes.networks.devices import device_in
 from multitudes.tasks.predictive import Predictive
 
@@ -48,7 +48,7 @@ class Deployed:
         if more := [name for name in options if name not in OPTIONS]:
             raise ValueError(f"a deployed network takes x and the options {', '.join(OPTIONS)}, got {more[0]!r}")
         with input_errors(x):
-            x = moved(x, self.device)
+            x = to_device(x, self.device)
             with self._lock:
                 return one_per_input(self._engine(x, **options), x)
 

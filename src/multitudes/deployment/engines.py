@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.ensemble.multitude import Multitude
-from multitudes.networks.calls import Input, mapped, tensors_in
+from multitudes.networks.calls import Input, map_tensors, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.devices import device_in
 from multitudes.networks.stochastic import expecting
@@ -102,7 +102,7 @@ class TorchEngine:
         """Cast an input to the dtype of the weights, unless autocast does."""
         if self.autocast or self.dtype is None:
             return x
-        return mapped(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, x)
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, x)
 
     def summary_rows(self) -> list[tuple[str, str]]:
         return [("engine", "torch" + (" with autocast" if self.autocast else ""))]
@@ -152,7 +152,7 @@ class VerifiedEngine:
         return (self.quick if self.agrees[key] else self.plain)(x, **options)
 
     def _verify(self, x: Input) -> bool:
-        x = mapped(lambda tensor: tensor.clone(), x)  # the network may write to its input
+        x = map_tensors(lambda tensor: tensor.clone(), x)  # the network may write to its input
         self.plain(x, **self.reference.options)  # raises if the input does not fit
         try:
             off, _, bound = self.reference.compare(self.quick, x)

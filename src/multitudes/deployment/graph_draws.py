@@ -18,12 +18,12 @@ from multitudes.deployment.operation_graph import CannotTrace
 from multitudes.draws.engine import cost_key
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
-from multitudes.networks.calls import Input, mapped, plain_attention, tensors_in
-from multitudes.networks.memory import free_bytes
+from multitudes.networks.calls import Input, map_tensors, plain_attention, tensors_in
+from multitudes.networks.devices import free_bytes
 from multitudes.networks.seeds import mixed
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import Draw, Stochastic, drawing, stochastic_layers
-from multitudes.networks.vmap import at_once
+from multitudes.networks.vmap import vmap_level
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def noise_of(plain: TorchEngine, x: Input, draws: int) -> Noise:
     if cost is not None and cost.shared + draws * cost.each > room:
         raise CannotTrace(f"not enough memory for {draws} draws at once")
     draw = _RecordingDraw()
-    with plain.precision(), _drawing(net, draw), at_once(draws) as each:
+    with plain.precision(), _drawing(net, draw), vmap_level(draws) as each:
         draw.index = each.own(torch.arange(draws))
         net._predictions(x)
     if not draw.requests:
@@ -129,9 +129,9 @@ def draw_function(plain: TorchEngine, x: Input) -> Callable[..., Tensor]:
 
     def call(*tensors: Tensor) -> Tensor:
         own = iter(tensors[:count])
-        given = mapped(lambda _: next(own), x)
+        given = map_tensors(lambda _: next(own), x)
         numbers, draw = tensors[count:], _SuppliedDraw()
-        with plain.precision(), _drawing(net, draw), at_once(len(numbers[0])) as each:
+        with plain.precision(), _drawing(net, draw), vmap_level(len(numbers[0])) as each:
             draw.given = map(each.own, numbers)
             found = each.whole(net._predictions(given))
         return found.transpose(0, 1).flatten(0, 1)
@@ -149,6 +149,6 @@ def _drawing(net: Multitude, draw: Draw) -> Iterator[None]:
     with (
         plain_attention(),
         drawing(_layers(net), draw),
-        holding([net] if isinstance(net, Members) else [], "_runner", "loop"),
+        override_attribute([net] if isinstance(net, Members) else [], "_runner", "loop"),
     ):
         yield

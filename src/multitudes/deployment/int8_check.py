@@ -56,9 +56,9 @@ def _of_values(got: Predictive, want: Predictive, targets: Tensor | None) -> lis
         right = targets.to(other).reshape(other.shape)
         lost = (one - right).square().mean(0).sqrt() - (other - right).square().mean(0).sqrt()
     measured = [("RMSE / deviation", float((lost / spread).max()), VALUES)]
-    if want.reading.tells_noise and targets is None:
+    if want.reading.predicts_noise and targets is None:
         measured.append(("KL", float(_divergence(got, want).max()), NLL))
-    elif want.reading.tells_noise:
+    elif want.reading.predicts_noise:
         nll = [-float(metrics.log_density(each, targets)) for each in (got, want)]
         measured.append(("NLL", nll[0] - nll[1], NLL))
     elif quantiles and targets is not None:

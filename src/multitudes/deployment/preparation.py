@@ -14,7 +14,7 @@ from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.shared import SharedMembers
 from multitudes.files.onnx_exporter import separate_members
-from multitudes.networks.calls import Input, call, mapped, tensors_in
+from multitudes.networks.calls import Input, call, map_tensors, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import expecting, stochastic_layers
 from multitudes.networks.trace import recording
@@ -26,7 +26,7 @@ def check_repeatable(net: Multitude, example: Input, options: dict[str, Any]) ->
     if not first.is_floating_point() and not first.is_complex():
         raise ValueError(f"net must predict floating-point or complex numbers, got {first.dtype}")
     with suppress(Exception):  # the network may reject other numbers
-        net(mapped(lambda tensor: 1.5 * tensor + 0.1 if tensor.is_floating_point() else tensor, example), **options)
+        net(map_tensors(lambda tensor: 1.5 * tensor + 0.1 if tensor.is_floating_point() else tensor, example), **options)
     off = distance(net(example, **options), first)
     if off > 10 * rounding(first.dtype, first.device):
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.networks.calls import Input, InputError, rows, tensors_in, versions
+from multitudes.networks.calls import Input, InputError, select_rows, tensors_in, tensor_versions
 from multitudes.networks.stochastic import stochastic_layers
 from multitudes.networks.verification import rows_interact
 from multitudes.tasks.predictive import Predictive
@@ -70,10 +70,10 @@ def predict_adaptively(
     answers: Tensor | None = None
     done = 0
     for count in counts:
-        some = rows(x, waiting)
-        written = versions(some)
+        some = select_rows(x, waiting)
+        written = tensor_versions(some)
         fresh = net.draw_numbers(some, range(done, count), seed, memory)  # [D, M, B', ...]
-        if versions(some) != written and not net._rewrites:
+        if tensor_versions(some) != written and not net._rewrites:
             net.check_rewrites(some)
         so_far = fresh if so_far is None else torch.cat([so_far, fresh])
         done = count

@@ -17,22 +17,22 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from multitudes.networks.calls import Input, InputError, kind_of, tensors_in
-from multitudes.networks.dispatch import NumbersDrawn
-from multitudes.networks.memory import Meter, OverBudget, free_bytes, in_bytes
+from multitudes.networks.calls import Input, InputError, input_kind, tensors_in
+from multitudes.networks.dispatch import RandomUse
+from multitudes.networks.devices import Meter, OverBudget, free_bytes, in_bytes
 from multitudes.networks.seeds import mixed, seeded, torch_generators
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import Draw, Stochastic, drawing, expecting
-from multitudes.networks.trace import Trace, recording, unmoved
+from multitudes.networks.trace import Trace, recording, preserve_state
 from multitudes.networks.verification import FAILURES, Verdicts, difference
-from multitudes.networks.vmap import at_once
+from multitudes.networks.vmap import vmap_level
 
 CACHED = 128e6
 """Bytes that draws may take at once on a CPU, even if more is free: beyond that, each draw takes longer."""
 
 
 @dataclass
-class Run:
+class DrawRun:
     """A stochastic network and an input; `predict` makes one draw of every member, `[B, ...] -> [M, B, ...]`."""
 
     network: nn.Module
@@ -55,7 +55,7 @@ class Cost:
     each: float
 
 
-def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
+def one_by_one(run: DrawRun, numbers: range, seeds_torch: bool = False) -> Tensor:
     """Make the draws of these numbers in a loop: `[D, M, B, ...]`.
 
     With `seeds_torch`, torch's own random state is seeded for each draw and restored after it, for networks whose code
@@ -69,9 +69,9 @@ def one_by_one(run: Run, numbers: range, seeds_torch: bool = False) -> Tensor:
     return torch.stack(drawn)
 
 
-def vmapped(run: Run, numbers: range, meter: Meter | None = None) -> Tensor:
+def vmapped(run: DrawRun, numbers: range, meter: Meter | None = None) -> Tensor:
     """Make the draws of these numbers under vmap: `[D, M, B, ...]`."""
-    with at_once(len(numbers)) as draws:
+    with vmap_level(len(numbers)) as draws:
         index = draws.own(torch.arange(numbers.start, numbers.stop))
         with drawing(run.layers, Draw(run.seed, index, meter)):
             return draws.whole(run.predict(run.x))
@@ -89,7 +89,7 @@ class Draws:
     verdicts: Verdicts = field(default_factory=Verdicts)
     costs: dict[Hashable, Cost] = field(default_factory=dict)
 
-    def make(self, run: Run, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
+    def make(self, run: DrawRun, numbers: range, seed: int | None = None, memory: str | float | None = None) -> Tensor:
         """Make the draws of these numbers: `[D, M, B, ...]`."""
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InputError(f"seed must be a whole number, got {seed!r}")
@@ -97,7 +97,7 @@ class Draws:
         run.seed = int(torch.randint(2**62, ())) if seed is None else seed
         return self._drawn(run, numbers) if seed is None else self._seeded(run, numbers)
 
-    def _seeded(self, run: Run, numbers: range) -> Tensor:
+    def _seeded(self, run: DrawRun, numbers: range) -> Tensor:
         """Make repeatable draws of a seed; leave torch's random state as it was."""
         if not self.seeds_torch:
             before = [(generator, generator.get_state()) for generator in torch_generators(run.x)]
@@ -110,7 +110,7 @@ class Draws:
             self.seeds_torch = True
         return one_by_one(run, numbers, seeds_torch=True)
 
-    def _drawn(self, run: Run, numbers: range) -> Tensor:
+    def _drawn(self, run: DrawRun, numbers: range) -> Tensor:
         """Make draws under vmap if that works and they share some computation; otherwise one by one."""
         nothing_shared = len(numbers) == 1 or any(layer.noise == "network" for layer in run.layers)
         if self.runner == "one_by_one" or nothing_shared:
@@ -130,7 +130,7 @@ class Draws:
         )
         return drawn
 
-    def _in_chunks(self, run: Run, numbers: range) -> Tensor:
+    def _in_chunks(self, run: DrawRun, numbers: range) -> Tensor:
         """Make draws under vmap, in chunks that fit in memory; two draws of each new input size measure their need."""
         key = cost_key(run.x)
         if key not in self.costs:
@@ -145,10 +145,10 @@ class Draws:
         parts = [vmapped(run, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _cost(self, run: Run, numbers: range) -> Cost:
+    def _cost(self, run: DrawRun, numbers: range) -> Cost:
         """Return the memory that draws take under vmap; raise an error if they differ from draws made one by one."""
         meter, written = Meter(run.budget() / 2), Trace()  # half: it counts results only once they exist
-        with unmoved(run.network, run.x, written), meter:
+        with preserve_state(run.network, run.x, written), meter:
             vmapped(run, numbers, meter)
         runner = "vmapped", torch.is_grad_enabled()
         try:
@@ -161,14 +161,14 @@ class Draws:
         return Cost(shared, max(1, meter.peak - shared) / len(numbers))
 
 
-def _difference(run: Run, numbers: range, written: Trace) -> str:
+def _difference(run: DrawRun, numbers: range, written: Trace) -> str:
     """Describe how draws under vmap differ from the last of them made alone; `written` holds what they write."""
     if names := sorted(written.attributes | written.buffers):
         return f"it writes {names[0]!r} as it runs, which each draw must do by itself"
 
-    def drawn(runner: Callable[[Run, range], Tensor], own: range) -> Callable[[Input], Tensor]:
+    def drawn(runner: Callable[[DrawRun, range], Tensor], own: range) -> Callable[[Input], Tensor]:
         def last(x: Input) -> Tensor:
-            with holding(run.layers, "expects", False):  # a verification sets it
+            with override_attribute(run.layers, "expects", False):  # a verification sets it
                 return runner(run, own)[-1]
 
         return last
@@ -181,13 +181,13 @@ def cost_key(x: Input) -> Hashable:
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     device = tensors[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    kind = x.dtype if isinstance(x, Tensor) else kind_of(x)
+    kind = x.dtype if isinstance(x, Tensor) else input_kind(x)
     return torch.is_grad_enabled(), device, autocast, kind, *(tensor.shape for tensor in tensors)
 
 
-def _draws_from_torch(run: Run, numbers: range) -> bool:
+def _draws_from_torch(run: DrawRun, numbers: range) -> bool:
     """Return whether the network's code draws from torch's own random state."""
-    with unmoved(run.network, run.x), NumbersDrawn() as torchs:
+    with preserve_state(run.network, run.x), RandomUse() as torchs:
         one_by_one(run, numbers[:1])
     return torchs.seen
 
@@ -221,7 +221,7 @@ def check_called(network: nn.Module, x: Input, predict: Callable[[Input], Tensor
     trace = Trace()
     watched = recording(network, layers, trace, tensors=False, functions=owners.keys())
     try:
-        with unmoved(network, x), expecting(network), torch.no_grad(), watched:
+        with preserve_state(network, x), expecting(network), torch.no_grad(), watched:
             predict(x)
     finally:  # a run may fail on a weight with components, which has another rank
         for use in trace.functions:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.networks.calls import Input, rows
+from multitudes.networks.calls import Input, select_rows
 from multitudes.networks.copies import Sharing
 from multitudes.networks.stochastic import Stochastic, drawing
-from multitudes.networks.trace import unmoved
+from multitudes.networks.trace import preserve_state
 
 Shape = tuple[int, ...]
 
 
-class Frozen(Sharing):
+class FrozenNoise(Sharing):
     """A stochastic layer with the same random numbers each time, for all rows of a batch.
 
     It shares the layer's registries and settings. `frozen`, a buffer, is the seed of its numbers. With an empty list as
@@ -76,7 +76,7 @@ class Frozen(Sharing):
 class _Numbers:
     """The random source of a frozen layer: a `Draw` with the same numbers each time and for all rows."""
 
-    def __init__(self, layer: Frozen) -> None:
+    def __init__(self, layer: FrozenNoise) -> None:
         self.layer = layer
         self.seed = layer.frozen
         self.requests = 0  # in this call
@@ -107,11 +107,11 @@ class _Numbers:
         self.stream += 1
         seed = self.seed.to(device)
         index = torch.arange(count, device=device)
-        bits = scrambled(scrambled(seed + index) ^ scrambled(scrambled(seed) ^ self.stream))
+        bits = hash_numbers(hash_numbers(seed + index) ^ hash_numbers(hash_numbers(seed) ^ self.stream))
         return (bits >> 8).float() / 2**24
 
 
-def scrambled(numbers: Tensor) -> Tensor:
+def hash_numbers(numbers: Tensor) -> Tensor:
     """Return a hash of numbers below 2^32, in int64 (Mueller's, of two rounds).
 
     >>> scrambled(torch.tensor([0, 1, 2]))
@@ -125,10 +125,10 @@ def scrambled(numbers: Tensor) -> Tensor:
 # -- the batch axis ----------------------------------------------------------------------------------------
 
 
-def rows_to_find(network: nn.Module) -> dict[str, Frozen]:
+def rows_to_find(network: nn.Module) -> dict[str, FrozenNoise]:
     """Return the frozen layers whose batch axis was not found yet, by name."""
     modules = network.named_modules()
-    return {name: module for name, module in modules if isinstance(module, Frozen) and module._axes is None}
+    return {name: module for name, module in modules if isinstance(module, FrozenNoise) and module._axes is None}
 
 
 @torch.no_grad()
@@ -136,20 +136,20 @@ def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None
     """Find the batch axes of frozen layers' numbers: the axes that grow with the number of rows."""
     layers = rows_to_find(network)
     if layers:
-        with unmoved(network, x):
+        with preserve_state(network, x):
             two, three = (_shapes(layers, x, count, run) for count in (2, 3))
         for name, layer in layers.items():
             layer._axes = _axes(name, layer, two[name], three[name])
 
 
 def _shapes(
-    layers: Mapping[str, Frozen], x: Input, count: int, run: Callable[[Input], Any]
+    layers: Mapping[str, FrozenNoise], x: Input, count: int, run: Callable[[Input], Any]
 ) -> dict[str, Sequence[Shape]]:
     """Return the shapes of layers' numbers in a run of `count` rows; none if the network needs a fixed batch size."""
     for layer in layers.values():
         layer.seen = []
     try:
-        run(rows(x, torch.zeros(count, dtype=torch.int64)))
+        run(select_rows(x, torch.zeros(count, dtype=torch.int64)))
         return {name: layer.seen or () for name, layer in layers.items()}
     except Exception:  # from the user's code, which may need a fixed batch size
         run(x)  # raises the network's own error if x does not fit
@@ -159,7 +159,7 @@ def _shapes(
             del layer.seen
 
 
-def _axes(name: str, layer: Frozen, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:
+def _axes(name: str, layer: FrozenNoise, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:
     """Return the batch axis for each rank if it is not the first, from the shapes for two rows and for three."""
     found: dict[str, int | None] = {}
     for one, other in zip(two, three, strict=False):

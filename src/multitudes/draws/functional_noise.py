@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multitudes.draws.frozen_noise import Frozen, find_rows, rows_to_find, scrambled
+from multitudes.draws.frozen_noise import FrozenNoise, find_rows, rows_to_find, hash_numbers
 from multitudes.networks.calls import Input, InputError
-from multitudes.networks.random_functions import STILL, Redrawn
-from multitudes.networks.settings import holding
+from multitudes.networks.random_functions import STILL, RandomFrom
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import Stochastic, expecting, stochastic_layers
-from multitudes.networks.trace import recording, unmoved
-from multitudes.networks.verification import alike, running_statistics
+from multitudes.networks.trace import recording, preserve_state
+from multitudes.networks.verification import agree, running_statistics
 
 CHILD = "functional_noise"
 SEED = "functional_noise_seed"
@@ -52,7 +52,7 @@ class FunctionalNoise(Stochastic):
             if self.expects or (before and self.draw is None and self.rate is None):  # torch's own numbers are as good
                 return run()
             check = partial(_check_not_checkpointed, module) if torch.is_grad_enabled() else None
-            with Redrawn(self, check):
+            with RandomFrom(self, check):
                 return run()
         finally:
             module.training = before
@@ -90,7 +90,7 @@ def _check_not_checkpointed(module: nn.Module, function: str) -> None:
 _KEPT: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def kept_class(kind: type[nn.Module]) -> type[nn.Module]:
+def noisy_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward runs through its `FunctionalNoise`; cached."""
     if kind in _KEPT:
         return _KEPT[kind]
@@ -111,24 +111,24 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 # -- finding functional noise ------------------------------------------------------------------------------
 
 
-def noise_to_keep(network: nn.Module, rate: float | None) -> None:
+def mark_noise_to_keep(network: nn.Module, rate: float | None) -> None:
     """Mark a network: keep its functional noise on, once an input shows where it is."""
     vars(network)[_MARK] = {"rate": rate}
 
 
-def freeze_when_found(network: nn.Module, seed: Tensor) -> None:
+def freeze_noise_when_found(network: nn.Module, seed: Tensor) -> None:
     """Mark a network: freeze functional noise that is found later, with numbers from a seed."""
     network.register_buffer(SEED, seed)
 
 
-def to_be_kept(network: nn.Module) -> bool:
+def has_noise_to_keep(network: nn.Module) -> bool:
     """Return whether the network's functional noise is to be kept on, but was not searched for yet."""
     return _MARK in vars(network)
 
 
-def noise_to_find(network: nn.Module) -> bool:
+def has_noise_to_find(network: nn.Module) -> bool:
     """Return whether functional noise, or the batch axes of frozen noise, have yet to be found by running an input."""
-    return to_be_kept(network) or bool(rows_to_find(network))
+    return has_noise_to_keep(network) or bool(rows_to_find(network))
 
 
 def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> dict[str, str]:
@@ -138,14 +138,14 @@ def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> 
     frozen network, the noise is frozen too.
     """
     find_rows(network, x, run)
-    if not to_be_kept(network):
+    if not has_noise_to_keep(network):
         return {}
     found = _kept(network, x, partial(run, x), vars(network)[_MARK]["rate"])
     del vars(network)[_MARK]
     if (seed := network._buffers.pop(SEED, None)) is not None:
         for number, name in enumerate(found):
             module: Any = network.get_submodule(name)
-            module.add_module(CHILD, Frozen(module._modules[CHILD], scrambled(scrambled(seed) + number)))
+            module.add_module(CHILD, FrozenNoise(module._modules[CHILD], hash_numbers(hash_numbers(seed) + number)))
         find_rows(network, x, run)
     return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
 
@@ -160,7 +160,7 @@ def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float |
     for name in found:
         module = network.get_submodule(name)
         module.add_module(CHILD, FunctionalNoise(rate).train(module.training))
-        module.__class__ = kept_class(type(module))
+        module.__class__ = noisy_class(type(module))
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # fast path: reads the weights of its layers instead of calling them
@@ -180,9 +180,9 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
     seen: dict[bool, dict[str, set[str]]] = {}
     for training in (True, False):
         with (
-            holding(network.modules(), "training", training),
+            override_attribute(network.modules(), "training", training),
             running_statistics(network),
-            unmoved(network, x),
+            preserve_state(network, x),
             expecting(network),
             torch.no_grad(),
             recording(network, tensors=False, noise=True) as trace,
@@ -207,13 +207,13 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
     """Raise an error if code under `self.training` does more than drop, since keeping it on would change evaluation."""
     if not found or not all(functions <= _DROPS for functions in found.values()):
         return
-    with holding(network.modules(), "training", False), unmoved(network, x), torch.no_grad():
+    with override_attribute(network.modules(), "training", False), preserve_state(network, x), torch.no_grad():
         with expecting(network):
             want = run()
         sources = [layer for layer in stochastic_layers(network) if isinstance(layer, FunctionalNoise)]
-        with expecting(network), holding(sources, "expects", False), holding(sources, "still", True):
+        with expecting(network), override_attribute(sources, "expects", False), override_attribute(sources, "still", True):
             got = run()
-    if not alike(got[None], want[None]):
+    if not agree(got[None], want[None]):
         places = ", ".join(_place(network, name) for name in found)
         raise ValueError(
             f"{places} asks for self.training for more than dropout, which cannot be kept on alone; layers= names the "

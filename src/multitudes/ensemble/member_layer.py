@@ -15,9 +15,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from multitudes.networks.calls import InputError, evaluating, tensors_in
 from multitudes.networks.stochastic import Draw, stochastic_layers
-from multitudes.networks.trace import asks
+from multitudes.networks.trace import is_query
 from multitudes.networks.views import RUNNING
-from multitudes.networks.vmap import AtOnce
+from multitudes.networks.vmap import VmapLevel
 
 
 class _Placeholder(Tensor):
@@ -28,7 +28,7 @@ class _Placeholder(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "type") or asks(name):
+        if name in ("__get__", "type") or is_query(name):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
@@ -189,7 +189,7 @@ class MemberLayer(nn.Module):
             rows.append(x.unflatten(0, (self.members, -1)) if tiled else x.expand(self.members, *x.shape))
         return function(*rows).flatten(0, 1)
 
-    def _at_once(self) -> AtOnce:
+    def _at_once(self) -> VmapLevel:
         """Return the members that run under vmap."""
         vmap = RUNNING.get().vmap
         assert vmap is not None
@@ -233,7 +233,7 @@ class MemberLayer(nn.Module):
             return tree_map(partial(_joined, members), *answers)
 
 
-def _joined(members: AtOnce, *parts: Any) -> Any:
+def _joined(members: VmapLevel, *parts: Any) -> Any:
     return members.own(torch.stack(parts)) if isinstance(parts[0], Tensor) else parts[0]
 
 

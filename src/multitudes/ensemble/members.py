@@ -15,7 +15,7 @@ from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.ensemble.runners.independent import RUNNERS, IndependentRunners
 from multitudes.networks.architecture import equal, of_one_architecture, own_parameters, share_frozen, shared_parameters
 from multitudes.networks.calls import Input, InputError, plain_attention
-from multitudes.networks.compiler import uncompiled
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import stochastic_layers
 from multitudes.tasks import Criterion
@@ -38,7 +38,7 @@ class Members(Multitude):
     """
 
     independent = True
-    cache_names = (*Multitude.cache_names, "_runners", "_shared")
+    cache_attributes = (*Multitude.cache_attributes, "_runners", "_shared")
 
     def __init__(self, networks: Iterable[nn.Module], members: int) -> None:
         super().__init__(nn.ModuleList(of_one_architecture(networks)), members)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.draws.adaptive import predict_adaptively
-from multitudes.draws.engine import Draws, Run, check_called
-from multitudes.draws.functional_noise import find_noise, noise_to_find, to_be_kept
+from multitudes.draws.engine import Draws, DrawRun, check_called
+from multitudes.draws.functional_noise import find_noise, has_noise_to_find, has_noise_to_keep
 from multitudes.networks.calls import (
     Input,
     InputError,
@@ -21,22 +21,22 @@ from multitudes.networks.calls import (
     check_input,
     evaluating,
     input_errors,
-    mapped,
+    map_tensors,
     one_per_input,
     one_thread,
     plain_attention,
     raise_about,
     tensors_in,
-    versions,
+    tensor_versions,
     with_output,
 )
-from multitudes.networks.compiler import uncompiled
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.copies import copied, share_registries
 from multitudes.networks.seeds import seeded
 from multitudes.networks.stochastic import expecting, stochastic_layers
-from multitudes.networks.trace import unmoved
+from multitudes.networks.trace import preserve_state
 from multitudes.tasks import Criterion
-from multitudes.tasks.network_with_task import Tasked, member_losses
+from multitudes.tasks.task_network import TaskNetwork, member_losses
 from multitudes.tasks.predictive import Predictive
 
 REACH = "(reach)"
@@ -62,7 +62,7 @@ def divergence_name(function: Divergence) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-class Multitude(Tasked):
+class Multitude(TaskNetwork):
     """A network that makes many predictions: one per member, or one per draw.
 
     A multitude shares its network's registries of parameters, buffers and children. So `state_dict()`,
@@ -82,7 +82,7 @@ class Multitude(Tasked):
     independent = False
     """True if members share no weight. Each then learns from its own loss, and the losses are added."""
 
-    cache_names: tuple[str, ...] = ("_draw_cache", "_prepared", "_last", "_rewrites")
+    cache_attributes: tuple[str, ...] = ("_draw_cache", "_prepared", "_last", "_rewrites")
     """Names of the caches, which copies and files leave out."""
 
     _rewrites = False  # True if the network writes into its input, and writing again changes nothing
@@ -116,7 +116,7 @@ class Multitude(Tasked):
     network: nn.Module
 
     def forget(self) -> None:
-        """Clear the caches (`cache_names`)."""
+        """Clear the caches (`cache_attributes`)."""
         self._draw_cache = Draws()
         self._prepared = self._rewrites = False
         self._last = None
@@ -151,7 +151,7 @@ class Multitude(Tasked):
             return self._all_draws(x, draws)
         if not isinstance(x, Tensor):
             check_input(x)
-        written = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
+        written = [x._version] if isinstance(x, Tensor) and not x.is_inference() else tensor_versions(x)
         with one_thread(self.network), self._attention():
             try:
                 if not self._prepared:
@@ -159,7 +159,7 @@ class Multitude(Tasked):
                 predictions = self._all_draws(x, draws, seed, self.memory if memory is None else memory)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 raise_about(x, error)
-        now = [x._version] if isinstance(x, Tensor) and not x.is_inference() else versions(x)
+        now = [x._version] if isinstance(x, Tensor) and not x.is_inference() else tensor_versions(x)
         if now != written and len(predictions) > 1 and not self._rewrites:
             self.check_rewrites(x)
         return one_per_input(predictions, x)
@@ -171,12 +171,12 @@ class Multitude(Tasked):
         self._look(x)
         if type(self)._predictions is Multitude._predictions:
             check_called(self.network, x, self._predictions)
-        self._prepared = not noise_to_find(self.template)
+        self._prepared = not has_noise_to_find(self.template)
 
     def check_rewrites(self, x: Input) -> None:
         """Raise an error if the network writes into its input, unless it is idempotent (ReLU)."""
-        before = mapped(torch.clone, x)
-        with unmoved(self.network, x), torch.no_grad():
+        before = map_tensors(torch.clone, x)
+        with preserve_state(self.network, x), torch.no_grad():
             self._of_first(x)
         self._rewrites = all(map(torch.equal, tensors_in(before), tensors_in(x)))
         if not self._rewrites:
@@ -274,7 +274,7 @@ class Multitude(Tasked):
         if not isinstance(index, int) or not 0 <= index < self.members:
             raise ValueError(f"index must be the number of a member, 0 to {self.members - 1}, got {index!r}")
         alone = self._member(index)
-        return Multitude(alone).like(self) if stochastic_layers(alone) or to_be_kept(alone) else alone
+        return Multitude(alone).like(self) if stochastic_layers(alone) or has_noise_to_keep(alone) else alone
 
     # -- for subclasses ----------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Multitude(Tasked):
         return plain_attention(self.network)
 
     def _look(self, x: Input) -> None:
-        if noise_to_find(self.template):
+        if has_noise_to_find(self.template):
             self.find_noise(x)
 
     @uncompiled
@@ -346,7 +346,7 @@ class Multitude(Tasked):
         if type(self)._prepare is not Multitude._prepare:
             with expecting(self.network):
                 self._prepare(x)
-        run = Run(self.network, stochastic_layers(self.network), self._predictions, x)
+        run = DrawRun(self.network, stochastic_layers(self.network), self._predictions, x)
         return self._draw_cache.make(run, numbers, seed, memory)
 
     def _count(self, draws: int | None) -> int | None:
@@ -385,11 +385,11 @@ class Multitude(Tasked):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the caches out of copies and pickles, since they refer to the network's own objects."""
-        return {key: value for key, value in vars(self).items() if key not in self.cache_names}
+        return {key: value for key, value in vars(self).items() if key not in self.cache_attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        kept = {name: state[name] for name in self.cache_names if name in state}
+        kept = {name: state[name] for name in self.cache_attributes if name in state}
         self.forget()
         vars(self).update(kept)
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 
-from multitudes.draws.functional_noise import to_be_kept
+from multitudes.draws.functional_noise import has_noise_to_keep
 from multitudes.ensemble.member_layer import member_layers
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.runners.one_by_one import OneByOne, member_view
 from multitudes.ensemble.runners.selection import SHARED, Workload, runners_for
 from multitudes.ensemble.runners.side_by_side import SideBySide, Tiled
-from multitudes.networks.calls import Input, InputError, input_errors, tensors_in, tile, use_of
+from multitudes.networks.calls import Input, InputError, input_errors, tensors_in, tile, verdict_key
 from multitudes.networks.calls import rows as some_rows
-from multitudes.networks.compiler import uncompiled
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.copies import copied, share_hooks
 from multitudes.networks.settings import computing_hooks
 from multitudes.networks.stochastic import Stochastic
-from multitudes.networks.trace import Shape, recording, unmoved
+from multitudes.networks.trace import Shape, recording, preserve_state
 from multitudes.networks.verification import (
     FAILURES,
     Verdicts,
@@ -35,7 +35,7 @@ from multitudes.networks.verification import (
     running_statistics,
 )
 from multitudes.networks.versions import Versions
-from multitudes.networks.views import copies, run, write
+from multitudes.networks.views import copy_attributes, run, write_attributes
 from multitudes.tasks import Criterion
 
 
@@ -48,7 +48,7 @@ class SharedMembers(Multitude):
     rows of all members.
     """
 
-    cache_names = (*Multitude.cache_names, "_runners")
+    cache_attributes = (*Multitude.cache_attributes, "_runners")
 
     rows = "shared"
     """Rows that a member trains on: all rows of the batch ("shared"), or a part of its own ("own")."""
@@ -143,7 +143,7 @@ class SharedMembers(Multitude):
         member = copied(self.network, folded)
         views = self._runners.one_by_one.views
         if views.views:
-            write(member, copies(views.written(index)))
+            write_attributes(member, copy_attributes(views.written(index)))
         return member
 
 
@@ -249,7 +249,7 @@ class SharedRunners:
 
     def key(self, x: Input) -> tuple[int, Hashable]:
         """Return the network's version and the kind of input, by which runners are cached."""
-        _, kind = use_of(self.network, x)
+        _, kind = verdict_key(self.network, x)
         first = x if isinstance(x, Tensor) else tensors_in(x)[0]
         size = len(first).bit_length()  # the fastest runner depends on the batch size
         return self.versions.look(), (kind, size, self.versions.hooks, torch.is_grad_enabled())
@@ -320,14 +320,14 @@ class SharedRunners:
         hooked = {name for name, module in member.named_modules() if _has_hooks(module)}
         try:
             recorded = recording(member, tensors=False, work=True, looks=tensors_in(x))
-            with unmoved(self.network, x), torch.no_grad(), recorded as trace:
+            with preserve_state(self.network, x), torch.no_grad(), recorded as trace:
                 run(member, x)
         except torch.OutOfMemoryError:
             raise
         except FAILURES:
             return _Work()
         place = next((place for place, call in enumerate(trace.calls) if call.name in layers.keys() | drawing), None)
-        if place is None or to_be_kept(self.network):
+        if place is None or has_noise_to_keep(self.network):
             return _Work()
         first, after = trace.calls[place], trace.calls[place:]
         given = [value for call in after if call.name in layers for value in call.args if isinstance(value, Shape)]
@@ -386,7 +386,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _unmoved(network: nn.Module, x: Input) -> Tensor:
-    with unmoved(network, x):
+    with preserve_state(network, x):
         return run(network, x)
 
 

@@ -13,7 +13,7 @@ from multitudes.base.checks import check_count
 from multitudes.base.progress import ProgressBar
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.predictor import Predictor, predicted, predictor
-from multitudes.networks.calls import Input, evaluating, input_errors, moved, split_batch
+from multitudes.networks.calls import Input, evaluating, input_errors, to_device, split_batch
 from multitudes.networks.verification import rows_interact
 from multitudes.tasks.predictive import Predictive
 from multitudes.training.batches import ROWS, Batches
@@ -90,7 +90,7 @@ def predictions(
         for index, batch in enumerate(batches):
             try:
                 x, y = split_batch(batch)
-                x = moved(x, device)
+                x = to_device(x, device)
                 predictive = predicted(runner, x if prepare is None else prepare(x, index), **options)
             except ValueError as error:
                 raise ValueError(f"batch {index} of data: {error}") from error
@@ -107,7 +107,7 @@ def _check_splittable(net: Any, x: Tensor) -> None:
     multitude = predictor(net)
     if not isinstance(multitude, Multitude):
         return
-    x = moved(x, next((parameter.device for parameter in multitude.parameters()), None))
+    x = to_device(x, next((parameter.device for parameter in multitude.parameters()), None))
     with evaluating(multitude), input_errors(x):
         interact = rows_interact(multitude.network, multitude._predictions, x)
     if interact:

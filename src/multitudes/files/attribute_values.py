@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.networks.settings import FLAT_WEIGHTS, FOUND_ANEW, computing_hooks, described
+from multitudes.networks.settings import FLAT_WEIGHTS, HF_CACHES, computing_hooks, describe
 
 _DEPTH = 4
 _CODE = re.compile(r"\{(\d+\.\d+):[0-9a-f]+\}")
@@ -28,10 +28,10 @@ def describe_attributes(module: nn.Module, keys: Iterable[str], seen: set[int]) 
     parts: dict[str, Any] = {}
     for key in keys:
         value = vars(module)[key]
-        if key in (*computing_hooks(module), *FOUND_ANEW, *FLAT_WEIGHTS) or id(value) in seen:
+        if key in (*computing_hooks(module), *HF_CACHES, *FLAT_WEIGHTS) or id(value) in seen:
             continue
         seen.add(id(value))
-        held[key] = described(value)
+        held[key] = describe(value)
         if (tree := _parts(value)) is not None:
             parts[key] = tree
     return {"held": held, "parts": parts}
@@ -43,7 +43,7 @@ def restore_attributes(module: nn.Module, node: Mapping[str, Any]) -> None:
         if key in vars(module):
             _restore_parts(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
-        got = described(vars(module)[key]) if key in vars(module) else "missing"
+        got = describe(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"
             kind = node["class"].rpartition(".")[2]

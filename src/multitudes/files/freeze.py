@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from multitudes.base.checks import check_count, check_seed
-from multitudes.draws.frozen_noise import Frozen
-from multitudes.draws.functional_noise import freeze_when_found, to_be_kept
+from multitudes.draws.frozen_noise import FrozenNoise
+from multitudes.draws.functional_noise import freeze_noise_when_found, has_noise_to_keep
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.networks.copies import copied
 from multitudes.networks.seeds import mixed, seeded
-from multitudes.networks.stochastic import Draw, attached, detach, drawing, stochastic_layers
+from multitudes.networks.stochastic import Draw, attached_layers, detach_layers, drawing, stochastic_layers
 
 
 @overload
@@ -103,19 +103,19 @@ def _freeze_draw(network: nn.Module, draw: Draw) -> nn.Module:
     for layer in reversed(layers):  # inner layers first
         if id(layer) not in folded_away:
             seed = torch.randint(2**31, (), generator=generator).to(device)
-            memo[id(layer)] = Frozen(copied(layer, memo), seed)
+            memo[id(layer)] = FrozenNoise(copied(layer, memo), seed)
     frozen = copied(network, memo)
-    if to_be_kept(frozen):
-        freeze_when_found(frozen, torch.randint(2**31, (), generator=generator).to(device))
+    if has_noise_to_keep(frozen):
+        freeze_noise_when_found(frozen, torch.randint(2**31, (), generator=generator).to(device))
     for module in frozen.modules():
-        detach(module)
+        detach_layers(module)
     return frozen
 
 
 @contextmanager
 def _attached_draws(network: nn.Module) -> Iterator[None]:
     """Make the draws of layers attached to whole networks, inside the context."""
-    pairs = [(layer, module) for module in network.modules() for layer in attached(module)]
+    pairs = [(layer, module) for module in network.modules() for layer in attached_layers(module)]
     for layer, module in pairs:
         layer.begin(module, ())
     try:

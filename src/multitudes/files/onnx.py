@@ -29,7 +29,7 @@ from multitudes.files.onnx_exporter import (
     tensor_names,
 )
 from multitudes.files.save import check_path
-from multitudes.networks.calls import Input, moved, plain_attention, rows, tensors_in, tile
+from multitudes.networks.calls import Input, to_device, plain_attention, select_rows, tensors_in, tile
 from multitudes.networks.copies import copied
 from multitudes.tasks.predictive import Predictive
 
@@ -120,7 +120,7 @@ def write_onnx(
     check_number("tolerance", tolerance, 0, above=True)
     check_example(example)
     check_packages("to_onnx")
-    example = moved(example, "cpu")
+    example = to_device(example, "cpu")
     frozen = freeze(separate_members(copied(net)).cpu(), draws, seed).eval()
     with replacing(path) as unfinished, torch.no_grad(), plain_attention():
         frozen(example)  # raises if the example does not fit
@@ -128,7 +128,7 @@ def write_onnx(
         outputs.write(unfinished)
         session = open_session(unfinished)
         inputs = outputs.example
-        for batch in (inputs, rows(inputs, torch.tensor([0])), tile(inputs, 3)):
+        for batch in (inputs, select_rows(inputs, torch.tensor([0])), tile(inputs, 3)):
             _check(session, outputs, batch, tolerance)
     return path
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.networks.attention import Attention
+from multitudes.networks.attention import AttentionArguments
 
 aten: Any = torch.ops.aten
 Number = Tensor | float
@@ -200,7 +200,7 @@ def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
     """Run 3-d attention as 4-d with one head, the only form that the exporter supports."""
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = AttentionArguments(*args, **kwargs)
     if query.dim() != 3 or enable_gqa or dropout_p:
         return NotImplemented
     mask = mask.unsqueeze(-3) if mask is not None and mask.dim() == 3 else mask

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.base.checks import needed
-from multitudes.draws.frozen_noise import Frozen
+from multitudes.draws.frozen_noise import FrozenNoise
 from multitudes.ensemble.members import Members, fuse
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.shared import SharedMembers
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.files.onnx_decompositions import DECOMPOSITIONS
-from multitudes.networks.calls import Input, call, mapped, tensors_in, tile
+from multitudes.networks.calls import Input, call, map_tensors, tensors_in, tile
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import stochastic_layers
 
@@ -72,7 +72,7 @@ def check_packages(what: str) -> None:
 def fix_noise(module: nn.Module, example: Input) -> None:
     """Run a module once, to store the noise of its frozen layers as constants."""
     for each in module.modules():
-        if isinstance(each, Frozen):
+        if isinstance(each, FrozenNoise):
             each.kept = []
     module(example)
 
@@ -114,7 +114,7 @@ class _TensorInputs(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         given = iter(tensors)
-        return self.module(mapped(lambda _: next(given), self.example))
+        return self.module(map_tensors(lambda _: next(given), self.example))
 
 
 def export(

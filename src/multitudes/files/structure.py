@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.draws.functional_noise import kept_class, own_class
+from multitudes.draws.functional_noise import noisy_class, own_class
 from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import DIVERGENCES, Multitude, divergence_name, plain
 from multitudes.files.attribute_values import describe_attributes, lazy_hooks, restore_attributes
 from multitudes.networks.copies import copied, share_registries
-from multitudes.networks.settings import FOUND_ANEW
-from multitudes.networks.stochastic import attached
+from multitudes.networks.settings import HF_CACHES
+from multitudes.networks.stochastic import attached_layers
 
 Node = dict[str, Any]
 
@@ -65,7 +65,7 @@ def describe(net: nn.Module) -> tuple[list[Node], dict[str, Tensor]]:
             node["buffers"] = named(prefix, module._buffers)
             node["fixed"] = [n for n, p in module._parameters.items() if p is not None and not p.requires_grad]
             node["transient"] = sorted(module._non_persistent_buffers_set)
-            node["attached"] = [numbers[id(layer)] for layer in attached(module)]
+            node["attached"] = [numbers[id(layer)] for layer in attached_layers(module)]
         nodes.append(node)
     return nodes, tensors
 
@@ -108,7 +108,7 @@ def _shared(module: nn.Module) -> Any:
 def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, int], seen: set[int]) -> Node:
     """Return the part of a node about settings, and a reference to the user's network if they need it."""
     shares = str(getattr(type(module), "shares", None))
-    beside = {*module.cache_names, "divergences"} if isinstance(module, Multitude) else set()
+    beside = {*module.cache_attributes, "divergences"} if isinstance(module, Multitude) else set()
     skipped = {*_REGISTRIES, shares, *beside}  # caches, and attributes that are saved separately
     settings, others = {}, []
     for key, value in vars(module).items():
@@ -118,7 +118,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
             settings[key] = _encode(value, numbers)
         except TypeError:
             others.append(key)
-    node: Node = {"settings": {key: value for key, value in settings.items() if key not in FOUND_ANEW}, "place": origin}
+    node: Node = {"settings": {key: value for key, value in settings.items() if key not in HF_CACHES}, "place": origin}
     if isinstance(module, Multitude):
         node["divergences"] = [_encode_function(function) for function in module.divergences]
     hooks = _hooks(module)
@@ -139,7 +139,7 @@ def _settings(module: nn.Module, path: str, origin: str, numbers: Mapping[int, i
 
 def _hooks(module: nn.Module) -> int:
     """Count a module's forward hooks, except those that loading creates."""
-    own = 2 * len(attached(module))  # one pre-hook and one hook
+    own = 2 * len(attached_layers(module))  # one pre-hook and one hook
     own += len(lazy_hooks(module._forward_hooks))
     return len(module._forward_hooks) + len(module._forward_pre_hooks) - own
 
@@ -199,7 +199,7 @@ def rebuild(nodes: list[Node], tensors: Mapping[str, Tensor], model: nn.Module |
             modules[number].attach(module)
     for node, module in reversed(list(zip(nodes, modules, strict=True))):  # inner modules first
         if node.get("keeps_noise"):
-            module.__class__ = kept_class(own_class(module))
+            module.__class__ = noisy_class(own_class(module))
         if "shares" in node:
             share_registries(module, modules[node["shares"]])
             object.__setattr__(module, str(type(module).shares), modules[node["shares"]])
@@ -324,7 +324,7 @@ def _copies(
     for module in copies.values():
         for hook in lazy_hooks(module._forward_hooks):
             del module._forward_hooks[hook]
-        for key in FOUND_ANEW:
+        for key in HF_CACHES:
             vars(module).pop(key, None)
     return copies
 

@@ -105,7 +105,7 @@ def similarity(
 def _value_distances(predictive: Predictive) -> tuple[Tensor, Tensor]:
     """Return the root mean square difference of means and the symmetric divergence of predicted numbers, `[S, S]`."""
     means, variances = (part.double().flatten(1) for part in predictive.member_means_and_variances)
-    if not predictive.reading.tells_noise:
+    if not predictive.reading.predicts_noise:
         variances = torch.full_like(means, torch.nan)
     squares = (means[:, None] - means).square()
     ratio = variances[:, None] / variances

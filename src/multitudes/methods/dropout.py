@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.base.checks import check_number
-from multitudes.draws.functional_noise import noise_to_keep, to_be_kept
+from multitudes.draws.functional_noise import mark_noise_to_keep, has_noise_to_keep
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.packing.quick_dropout import QuickDropout
 from multitudes.methods.registry import Method, Settings, by
@@ -250,10 +250,10 @@ def mc_dropout(
         new = {name: Dropout(p) for name in chosen}
         network = insert(network, new, name="dropout", example=x)
     if inserted or layers is None:
-        noise_to_keep(network, rate)
+        mark_noise_to_keep(network, rate)
     net = Multitude(network).like(model, task)
     net.notes = {n: f"dropout {m.p} stays on" for n, m in network.named_modules() if isinstance(m, Dropout)}
-    if x is not None and to_be_kept(network):
+    if x is not None and has_noise_to_keep(network):
         net.find_noise(x)
     _check_something_drawn(net, existing, p)
     return net
@@ -266,7 +266,7 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
         return
     if existing:
         raise ValueError("p must be given, since the model's dropout layers have rate 0")
-    look = "; pass one batch of inputs as example= to find dropout in its code" if to_be_kept(net.network) else ""
+    look = "; pass one batch of inputs as example= to find dropout in its code" if has_noise_to_keep(net.network) else ""
     raise ValueError(
         f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= selects where to insert some: "
         f"{', '.join(map(repr, PLACES))}, or any of its layers{look}"

@@ -18,7 +18,7 @@ from multitudes.methods.registry import Method, by
 from multitudes.networks.calls import Input, call, input_errors
 from multitudes.networks.copies import copied
 from multitudes.networks.trace import observing
-from multitudes.networks.verification import alike, moved_weights, rows_interact
+from multitudes.networks.verification import agree, moved_weights, rows_interact
 from multitudes.surgery.affine import affine_layers, axis_of, is_computed, kind_of
 from multitudes.surgery.initial_weights import Start
 from multitudes.surgery.observe import example_for, execution_order, note_reach
@@ -259,7 +259,7 @@ def _separation_error(net: Mimo, x: Tensor) -> str:
             want = call(member, own)
             if got.shape != want.shape:
                 return f"the widened network returns {list(got.shape)} instead of {list(want.shape)}"
-            if not alike(got[None], want[None]):
+            if not agree(got[None], want[None]):
                 return f"output {index} for input {number} changes if other inputs are in the same forward"
     return ""
 

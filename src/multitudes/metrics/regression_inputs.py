@@ -154,7 +154,7 @@ def _members(prediction: Predictive | Tensor, noise_precision: float | None) -> 
         if REGRESSION.name not in reading.metrics:
             known = " or ".join(name for name, task in TASKS.items() if REGRESSION.name in task.metrics)
             raise ValueError(f"prediction must be of task {known}, got task {prediction.task}")
-        if reading.tells_noise and noise_precision is not None:
+        if reading.predicts_noise and noise_precision is not None:
             raise ValueError(
                 f"noise_precision must be None for task {reading.name}, which predicts variances, got {noise_precision}"
             )
@@ -260,5 +260,5 @@ INTERVALS = InputFormat("intervals", read_intervals)
 DENSITY = InputFormat(  # points have no density
     "density",
     read_forecasts,
-    lambda p, noise_precision: p.reading.tells_noise or noise_precision is not None,
+    lambda p, noise_precision: p.reading.predicts_noise or noise_precision is not None,
 )

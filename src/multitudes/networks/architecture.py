@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.networks.copies import copied
-from multitudes.networks.settings import computing_hooks, described
+from multitudes.networks.settings import computing_hooks, describe
 
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -140,6 +140,6 @@ def _is_function(value: Any) -> bool:
 def _described(value: Any) -> str:
     """Describe a setting; a constant tensor that is not a buffer by its values."""
     if not isinstance(value, Tensor) or not value.is_leaf:
-        return described(value)
+        return describe(value)
     numbers = value.detach().flatten()[:1000].tolist() if stackable(value) else []
     return f"a tensor {list(value.shape)} that is no buffer (register_buffer makes it one): {numbers}"

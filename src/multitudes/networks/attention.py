@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 
-class Attention(NamedTuple):
+class AttentionArguments(NamedTuple):
     """The arguments of `F.scaled_dot_product_attention`."""
 
     query: Tensor
@@ -49,7 +49,7 @@ def _check_padding(mask: Tensor, length: int, batch: int) -> None:
         raise ValueError(f"key_padding_mask must have shape {[batch, length]}, got {list(mask.shape)}")
 
 
-multihead = _unwatched(F.multi_head_attention_forward)
+multihead_attention = _unwatched(F.multi_head_attention_forward)
 
 
 # -- without fused kernels ---------------------------------------------------------------------------------
@@ -65,16 +65,16 @@ class _MathAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.multi_head_attention_forward:
             with self:
-                return multihead(*args, **kwargs)
+                return multihead_attention(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
-            return _by_math(Attention(*args, **kwargs))
+            return _by_math(AttentionArguments(*args, **kwargs))
         return function(*args, **kwargs)
 
 
-def _by_math(given: Attention) -> Tensor:
+def _by_math(given: AttentionArguments) -> Tensor:
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given
     if dropout_p:  # torch's own function, so that another mode may replace its numbers
-        return dropped(partial(F.dropout, p=dropout_p), given)
+        return attend_with_dropout(partial(F.dropout, p=dropout_p), given)
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # autocast ignores float64
         dtype = torch.get_autocast_dtype(kind)
@@ -90,7 +90,7 @@ def _by_math(given: Attention) -> Tensor:
     return result
 
 
-def dropped(drop: Callable[[Tensor], Tensor], given: Attention) -> Tensor:
+def attend_with_dropout(drop: Callable[[Tensor], Tensor], given: AttentionArguments) -> Tensor:
     """Compute attention with its weights `[..., T, S]` passed through `drop`."""
     query, key, value, mask, _, is_causal, scale, enable_gqa = given
     if enable_gqa:

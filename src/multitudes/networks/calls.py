@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import BaseTorchFunctionMode
 
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 
 Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of a network: one tensor, its positional arguments, or its keyword arguments."""
@@ -62,7 +62,7 @@ def call(network: nn.Module, x: Input) -> Tensor:
     return answer if isinstance(answer, Tensor) and OUTPUT not in vars(network) else prediction_in(answer, network)
 
 
-def placed(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def under_all_names(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return replacement tensors by all their places in the network, given one name for each.
 
     For `functional_call` with `tie_weights=False`: a tied tensor is replaced in all its places. Each module goes by one
@@ -81,7 +81,7 @@ def placed(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
     """Run a network with some of its tensors replaced, by name, and return its prediction."""
     args, kwargs = split_call(network, x)
-    return prediction_in(functional_call(network, placed(network, state), args, kwargs, tie_weights=False), network)
+    return prediction_in(functional_call(network, under_all_names(network, state), args, kwargs, tie_weights=False), network)
 
 
 OUTPUT = "multitudes_output"
@@ -168,23 +168,23 @@ def _parts(answer: Any) -> str:
 
 def tile(x: Input, times: int) -> Input:
     """Repeat the batch, `[B, ...] -> [times*B, ...]`."""
-    return mapped(lambda t: t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() else t, x)
+    return map_tensors(lambda t: t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() else t, x)
 
 
-def rows(x: Input, index: Tensor) -> Input:
+def select_rows(x: Input, index: Tensor) -> Input:
     """Return the inputs at these positions of the batch."""
     batch = tensors_in(x)[0].shape[0]
-    return mapped(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
+    return map_tensors(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
 
 
-def mapped(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Apply a function to every tensor in an input, at any depth."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
-        return {key: mapped(function, value) for key, value in x.items()}
+        return {key: map_tensors(function, value) for key, value in x.items()}
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
-        return type(x)(mapped(function, value) for value in x)
+        return type(x)(map_tensors(function, value) for value in x)
     return x
 
 
@@ -232,9 +232,9 @@ def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
     return weight
 
 
-def moved(x: Any, device: torch.device | str | None) -> Any:
+def to_device(x: Any, device: torch.device | str | None) -> Any:
     """Move an input to another device."""
-    return mapped(lambda tensor: tensor.to(device), x)
+    return map_tensors(lambda tensor: tensor.to(device), x)
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -246,7 +246,7 @@ def tensors_in(x: Any) -> list[Tensor]:
     return [tensor for value in held for tensor in tensors_in(value)] if nested else []
 
 
-def versions(x: Input) -> list[int]:
+def tensor_versions(x: Input) -> list[int]:
     """Return the version counter of each tensor of an input; 0 in inference mode, which has none."""
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
@@ -263,11 +263,11 @@ def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[
     if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
         return nullcontext()
     if torch.compiler.is_compiling():  # set while tracing; the compiled code sets nothing
-        return holding([torch.backends.mha], "_is_fastpath_enabled", False)
+        return override_attribute([torch.backends.mha], "_is_fastpath_enabled", False)
     return BaseTorchFunctionMode()  # torch uses fused attention only if the thread has no active mode
 
 
-def kind_of(x: Any, batch: int | None = None) -> Any:
+def input_kind(x: Any, batch: int | None = None) -> Any:
     """Describe an input without its sizes: ranks, dtypes, and which tensors are as long as the first; hashable."""
     if batch is None:
         first = tensors_in(x)
@@ -275,18 +275,18 @@ def kind_of(x: Any, batch: int | None = None) -> Any:
     if isinstance(x, Tensor):
         return x.dim(), x.dtype, x.device.type, x.dim() > 0 and x.shape[0] == batch
     if isinstance(x, Mapping):
-        return tuple((key, kind_of(value, batch)) for key, value in x.items())
+        return tuple((key, input_kind(value, batch)) for key, value in x.items())
     if isinstance(x, (tuple, list)):
-        return tuple(kind_of(value, batch) for value in x)
+        return tuple(input_kind(value, batch) for value in x)
     return type(x)
 
 
-def use_of(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
+def verdict_key(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
     """Return the cache key of a verdict: the mode; the kind of input, whether it has several rows, and autocast."""
     first = x if isinstance(x, Tensor) else tensors_in(x)[0]
     device = first.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    kind = (x.dim(), x.dtype, device) if isinstance(x, Tensor) else kind_of(x)
+    kind = (x.dim(), x.dtype, device) if isinstance(x, Tensor) else input_kind(x)
     return network.training, (kind, first.dim() > 0 and len(first) > 1, autocast)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NOTES = [
+MODE_FLAGS = [
     name
     for name in (
         "_is_in_torch_dispatch_mode",
@@ -27,7 +27,7 @@ NOTES = [
 _tell_the_compiler = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 
 
-class Overlapping:
+class ThreadSafeMode:
     """Mixin for dispatch modes, listed before torch's base; the last mode to exit resets torch's flags."""
 
     _lock = threading.Lock()
@@ -35,26 +35,26 @@ class Overlapping:
     _before: tuple[Any, ...] = ()
 
     def __enter__(self) -> Any:
-        kind = Overlapping
+        kind = ThreadSafeMode
         with kind._lock:
             if not kind._active:
-                kind._before = tuple(getattr(_python_dispatch, name) for name in NOTES)
+                kind._before = tuple(getattr(_python_dispatch, name) for name in MODE_FLAGS)
             kind._active += 1
             return super().__enter__()  # type: ignore[misc]
 
     def __exit__(self, *args: Any) -> None:
-        kind = Overlapping
+        kind = ThreadSafeMode
         with kind._lock:
             super().__exit__(*args)  # type: ignore[misc]
             kind._active -= 1
-            values = (True,) * len(NOTES) if kind._active else kind._before
-            for name, value in zip(NOTES, values, strict=True):
+            values = (True,) * len(MODE_FLAGS) if kind._active else kind._before
+            for name, value in zip(MODE_FLAGS, values, strict=True):
                 setattr(_python_dispatch, name, value)
             if _tell_the_compiler is not None:
                 _tell_the_compiler(values[-1])
 
 
-class NumbersDrawn(Overlapping, TorchDispatchMode):
+class RandomUse(ThreadSafeMode, TorchDispatchMode):
     """Record whether this thread draws from torch's random state, whatever other threads do.
 
     >>> with NumbersDrawn() as drawn:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from multitudes.networks.calls import InputError
-from multitudes.networks.dispatch import Overlapping
+from multitudes.networks.dispatch import ThreadSafeMode
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -23,7 +23,7 @@ class OverBudget(Exception):
     """A computation that holds more memory than its budget."""
 
 
-class Meter(Overlapping, TorchDispatchMode):
+class Meter(ThreadSafeMode, TorchDispatchMode):
     """Measure the peak memory of the tensors made inside; raise `OverBudget` above `budget` bytes.
 
     Neither earlier tensors nor the scratch memory of operations count. `base` is the amount at the first `reserve`;

@@ -1,7 +1,7 @@
 """Replace the random numbers that a network's own code draws.
 
 A network may draw without a layer for it: `F.dropout` in its `forward`, attention with `dropout_p`, a mask from
-`torch.rand`. `Redrawn` intercepts torch's random functions and takes their numbers from a source: those of a draw, to
+`torch.rand`. `RandomFrom` intercepts torch's random functions and takes their numbers from a source: those of a draw, to
 keep dropout on in evaluation, or constants, to compare two ways to run a network (`STILL`).
 """
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from multitudes.networks.attention import Attention, dropped, multihead
+from multitudes.networks.attention import AttentionArguments, attend_with_dropout, multihead_attention
 
 
 class Source(Protocol):
@@ -53,7 +53,7 @@ class _Still:
 STILL: Source = _Still()
 
 
-class Redrawn(TorchFunctionMode):
+class RandomFrom(TorchFunctionMode):
     """Replace the numbers of torch's random functions by those of a source; call `seen`, if given, with their names."""
 
     def __init__(self, source: Source, seen: Callable[[str], None] | None = None) -> None:
@@ -117,8 +117,8 @@ def _dropped_shape(function: Any, input: Tensor) -> tuple[int, ...]:
 
 
 def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    given = Attention(*args, **kwargs)
-    return dropped(partial(_dropped, source, p=given.dropout_p), given) if given.dropout_p else NotImplemented
+    given = AttentionArguments(*args, **kwargs)
+    return attend_with_dropout(partial(_dropped, source, p=given.dropout_p), given) if given.dropout_p else NotImplemented
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
@@ -132,8 +132,8 @@ def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
-    with Redrawn(source):
-        return multihead(*args, **kwargs)
+    with RandomFrom(source):
+        return multihead_attention(*args, **kwargs)
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:

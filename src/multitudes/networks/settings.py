@@ -21,7 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 DEPTH = 4
 """The depth to which settings are read: `self.config.layers[0].gain`."""
 
-FOUND_ANEW = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
+HF_CACHES = ("_output_capturing_hooks_installed", "_is_hf_initialized", "_weight_conversions")
 """Caches of Hugging Face's models."""
 
 FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @contextmanager
-def holding(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+def override_attribute(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
     """Set an attribute of all these objects for the duration of a `with`; restore it afterwards."""
     before = [(each, getattr(each, name)) for each in objects]
     for each, _ in before:
@@ -53,7 +53,7 @@ def computing_hooks(module: nn.Module) -> dict[str, Any]:
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
 
 
-def described(value: Any, depth: int = DEPTH) -> str:
+def describe(value: Any, depth: int = DEPTH) -> str:
     """Describe a setting in text that is equal for two objects with equal contents.
 
     Functions are described by their names, and lambdas and local functions by a digest of their code as well; objects,
@@ -81,7 +81,7 @@ def described(value: Any, depth: int = DEPTH) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {described(held, depth - 1)}" for key, held in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
-        held = [described(each, depth - 1) for each in value]
+        held = [describe(each, depth - 1) for each in value]
         held = held if isinstance(value, (list, tuple)) else sorted(held)
         return f"({', '.join(held)})" if isinstance(value, tuple) else f"[{', '.join(held)}]"
     if not hasattr(value, "__dict__"):  # a dtype, a device, a range, a path
@@ -97,7 +97,7 @@ def _code(function: Any, depth: int) -> str:
         return ""
     digest = _digest(repr(_operations(function.__code__)).encode())
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    closed = described([*held, *(function.__defaults__ or ())], depth - 1) if depth and held else ""
+    closed = describe([*held, *(function.__defaults__ or ())], depth - 1) if depth and held else ""
     return f"{{{sys.version_info[0]}.{sys.version_info[1]}:{digest}}}{closed}"
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.networks.memory import Meter
+from multitudes.networks.devices import Meter
 from multitudes.networks.seeds import mixed
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 
 
 class Stochastic(nn.Module):
@@ -141,13 +141,13 @@ def stochastic_layers(network: nn.Module) -> list[Stochastic]:
     return [module for module in network.modules() if isinstance(module, Stochastic)]
 
 
-def attached(network: nn.Module) -> list[Stochastic]:
+def attached_layers(network: nn.Module) -> list[Stochastic]:
     """Return the layers that draw for a whole network (see `Stochastic.attach`)."""
     owners = [getattr(hook, "__self__", None) for hook in network._forward_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, Stochastic)]
 
 
-def detach(network: nn.Module) -> None:
+def detach_layers(network: nn.Module) -> None:
     """Remove the hooks of the layers that draw for a whole network."""
     for hooks in (network._forward_pre_hooks, network._forward_hooks):
         for key, hook in list(hooks.items()):
@@ -158,7 +158,7 @@ def detach(network: nn.Module) -> None:
 
 def expecting(network: nn.Module) -> AbstractContextManager[None]:
     """Make the layers compute with expectations instead of draws, for the duration of a call."""
-    return holding(stochastic_layers(network), "expects", True)
+    return override_attribute(stochastic_layers(network), "expects", True)
 
 
 @contextmanager

@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from multitudes.networks.architecture import equal
-from multitudes.networks.calls import Input, call, evaluating, input_errors, mapped
-from multitudes.networks.dispatch import NumbersDrawn, Overlapping
-from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.calls import Input, call, evaluating, input_errors, map_tensors
+from multitudes.networks.dispatch import RandomUse, ThreadSafeMode
+from multitudes.networks.random_functions import STILL, RandomFrom
 from multitudes.networks.seeds import RandomStates
-from multitudes.networks.settings import FLAT_WEIGHTS, FOUND_ANEW
+from multitudes.networks.settings import FLAT_WEIGHTS, HF_CACHES
 from multitudes.networks.stochastic import expecting
-from multitudes.networks.views import may_write, same
+from multitudes.networks.views import may_write, same_objects
 
 Which = Collection[type[nn.Module] | str] | None
 """Modules of a network, by exact class or by name; None for all."""
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class FunctionCall:
     """One call of a torch function, with the tensors that it took."""
 
     function: str
@@ -80,9 +80,9 @@ class Trace:
 
     steps: list[tuple[Call, bool]] = field(default_factory=list)
     """Each call twice, in order: at its start (True) and at its end (False)."""
-    functions: list[Use] = field(default_factory=list)
+    functions: list[FunctionCall] = field(default_factory=list)
     """Torch functions, except those that only query shapes and settings."""
-    looks: list[Use] = field(default_factory=list)
+    looks: list[FunctionCall] = field(default_factory=list)
     """Functions through which Python code inspected a value."""
     random: dict[str, set[str]] = field(default_factory=dict)
     """Random functions by the module whose code called them."""
@@ -154,7 +154,7 @@ def recording(
         work: count multiply-adds and the bytes of the largest tensor.
     """
     trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
-    states, torchs = RandomStates(), NumbersDrawn()
+    states, torchs = RandomStates(), RandomUse()
 
     def caller() -> str:
         return trace.running[-1].name if trace.running else ""
@@ -166,7 +166,7 @@ def recording(
             states, torchs.seen = RandomStates(), False
 
     def held(value: Any) -> Any:
-        return value if tensors else mapped(Shape.of, value)
+        return value if tensors else map_tensors(Shape.of, value)
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         compare_states()
@@ -187,7 +187,7 @@ def recording(
 
     with ExitStack() as stack:
         if noise:
-            stack.enter_context(Redrawn(STILL, drew))
+            stack.enter_context(RandomFrom(STILL, drew))
             stack.enter_context(torchs)
         if functions or looks:
             stack.enter_context(_Functions(trace, functions, looks))
@@ -242,7 +242,7 @@ _ASKS = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_si
 _ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
 
 
-def asks(name: str) -> bool:
+def is_query(name: str) -> bool:
     """Return whether a function only queries shapes and settings of a tensor."""
     return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
 
@@ -261,14 +261,14 @@ class _Functions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         inside = tuple(self.trace.running)
-        if name != "__get__" and not asks(name) and (used := self._used(given)):
-            self.trace.functions.append(Use(name, used, inside))  # before it runs, since it may fail
+        if name != "__get__" and not is_query(name) and (used := self._used(given)):
+            self.trace.functions.append(FunctionCall(name, used, inside))  # before it runs, since it may fail
         result = function(*args, **(kwargs or {}))
         if name == "__get__" and isinstance(result, Tensor):
             self.origins[result] = self.origins.get(given[0], given[0])
         if len(self.known) and any(tensor in self.known for tensor in given):
             if name in _LOOKS:
-                self.trace.looks.append(Use(name, (), inside))
+                self.trace.looks.append(FunctionCall(name, (), inside))
             self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
         return result
 
@@ -294,7 +294,7 @@ _KERNELS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent, torch.ops.aten._cudnn_r
 """Kernels that torch's counter does not count."""
 
 
-class _WorkCounter(Overlapping, FlopCounterMode):
+class _WorkCounter(ThreadSafeMode, FlopCounterMode):
     """Torch's counter of operations, extended by the bytes of the largest tensor."""
 
     nbytes = 0
@@ -333,34 +333,34 @@ def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -
     with ExitStack() as stack:
         for network in networks:
             stack.enter_context(evaluating(network))  # first, since it locks the network
-            stack.enter_context(unmoved(network, x, trace))
+            stack.enter_context(preserve_state(network, x, trace))
             stack.enter_context(expecting(network))
         stack.enter_context(torch.no_grad())
         yield
 
 
 @contextmanager
-def unmoved(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[Callable[[], bool]]:
+def preserve_state(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[Callable[[], bool]]:
     """Restore buffers, attributes, modes and random states afterwards; record in a trace which were written.
 
     Yield a function that returns whether random numbers have been drawn.
     """
-    states, torchs = RandomStates(x), NumbersDrawn()
+    states, torchs = RandomStates(x), RandomUse()
     try:
-        with unwritten(network, trace), torchs:
+        with preserve_writes(network, trace), torchs:
             yield lambda: torchs.seen or states.moved
     finally:
         states.restore(torchs.seen)  # other threads may move torch's state too
 
 
 @contextmanager
-def unwritten(network: nn.Module, trace: Trace | None = None) -> Iterator[None]:
+def preserve_writes(network: nn.Module, trace: Trace | None = None) -> Iterator[None]:
     """Restore buffers, attributes and modes afterwards; record in a trace which were written."""
     trace = Trace() if trace is None else trace
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
     try:
-        with attributes_restored(writing_modules(network)) as attributes:
+        with preserve_attributes(writing_modules(network)) as attributes:
             yield
     finally:
         for path, module, buffers, training in modules:
@@ -381,7 +381,7 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-_PASSED = frozenset([*vars(nn.Module()), *FOUND_ANEW, *FLAT_WEIGHTS])
+_PASSED = frozenset([*vars(nn.Module()), *HF_CACHES, *FLAT_WEIGHTS])
 _CONTAINERS = (list, dict, set)
 
 
@@ -391,7 +391,7 @@ def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
+def preserve_attributes(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
     """Restore the attributes of modules afterwards; yield the (module, attribute) names that were written.
 
     Containers, and objects that hold attributes, get their items back as well, also inside others.
@@ -423,12 +423,12 @@ def attributes_restored(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
         for path, module, before in modules:
             now = _attributes(module)
             written |= {(path, key) for key in now.keys() ^ before.keys()}
-            written |= {(path, key) for key in now.keys() & before.keys() if not same(now[key], contents[path, key])}
+            written |= {(path, key) for key in now.keys() & before.keys() if not same_objects(now[key], contents[path, key])}
             for key in now.keys() - before.keys():
                 del vars(module)[key]
             for key, value in before.items():
                 vars(module)[key] = value
-                if not same(value, items := contents[path, key]):
+                if not same_objects(value, items := contents[path, key]):
                     value.clear()
                     (value.extend if isinstance(value, list) else value.update)(items)
 

@@ -21,12 +21,12 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from multitudes.networks.architecture import dense
-from multitudes.networks.calls import Input, mapped, plain_attention, rows, tensors_in, use_of
-from multitudes.networks.compiler import uncompiled
-from multitudes.networks.random_functions import STILL, Redrawn
-from multitudes.networks.settings import holding
+from multitudes.networks.calls import Input, map_tensors, plain_attention, select_rows, tensors_in, verdict_key
+from multitudes.networks.dispatch import uncompiled
+from multitudes.networks.random_functions import STILL, RandomFrom
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import expecting
-from multitudes.networks.trace import Call, recording, unmoved, unwritten
+from multitudes.networks.trace import Call, recording, preserve_state, preserve_writes
 
 Runner = Callable[[Any], Tensor]
 """A way to run a network, from an input to predictions `[S, B, ...]`."""
@@ -48,11 +48,11 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
     control flow that depends on values.
     """
     with (
-        unmoved(network, x) as drew,
+        preserve_state(network, x) as drew,
         torch.no_grad(),
         moved_weights(network),
         expecting(network),
-        Redrawn(STILL),
+        RandomFrom(STILL),
         recording(network, (), looks=network.parameters()) as trace,
     ):
 
@@ -92,7 +92,7 @@ def moved_weights(network: nn.Module) -> Iterator[None]:
 def running_statistics(*networks: nn.Module) -> AbstractContextManager[None]:
     """Make batch norms and spectral norms use their running statistics, in training too."""
     modules = (module for network in networks for module in network.modules())
-    return holding(filter(_keeps_statistics, modules), "training", False)
+    return override_attribute(filter(_keeps_statistics, modules), "training", False)
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -105,7 +105,7 @@ def _keeps_statistics(module: nn.Module) -> bool:
 # -- comparing ---------------------------------------------------------------------------------------------
 
 
-def alike(got: Tensor, want: Tensor) -> bool:
+def agree(got: Tensor, want: Tensor) -> bool:
     """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
     if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
         return False
@@ -180,13 +180,13 @@ def difference(
             return f"it fails: {(str(error) or type(error).__name__).splitlines()[0]}"
         if trouble := doubt():
             return trouble
-        if not alike(got.pop(""), want.pop("")):
+        if not agree(got.pop(""), want.pop("")):
             try:
                 place = layer() if layer is not None else ""
             except FAILURES:  # as of code that transforms tensors, which nobody can compare layer by layer
                 place = ""
             return f"{place} gives other values" if place else "it gives other predictions"
-        wrong = [name for name in want if name not in got or not alike(got[name][None], want[name][None])]
+        wrong = [name for name in want if name not in got or not agree(got[name][None], want[name][None])]
         if wrong:
             return f"buffer {wrong[0]!r} gets other values"
         return _difference_of_gradients(network, x, fast, plain, copies) if gradients else ""
@@ -202,7 +202,7 @@ def _difference_of_gradients(
 
     def of(runner: Runner, x: Input) -> list[Tensor | None]:
         # Gradients through the batch statistics of a few rows are ill-conditioned.
-        with unmoved(network, x), torch.enable_grad(), running_statistics(network, *copies):
+        with preserve_state(network, x), torch.enable_grad(), running_statistics(network, *copies):
             predictions = runner(x)
             if not predictions.requires_grad:
                 return [None] * len(trained)
@@ -210,7 +210,7 @@ def _difference_of_gradients(
             real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
             return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
 
-    some = rows(x, torch.arange(FEW_ROWS, device=tensors_in(x)[0].device)) if _has_more(x) else x
+    some = select_rows(x, torch.arange(FEW_ROWS, device=tensors_in(x)[0].device)) if _has_more(x) else x
     try:
         try:
             want, got = of(plain, some), of(fast, some)
@@ -250,7 +250,7 @@ def _largest(values: Tensor) -> float:
 
 def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
     """Return the predictions of a run, under "", and the buffers after it, by name."""
-    with unwritten(network):
+    with preserve_writes(network):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
         return {"": predictions, **{name: dense(buffer).clone() for name, buffer in kept}}
@@ -274,13 +274,13 @@ def first_difference(
 
     for quickly, plainly in zip(outputs(quick), outputs(plain), strict=False):
         own, want = part(quickly.output.detach()), plainly.output.detach()
-        if own is None or own.shape != want.shape or not alike(own[None], want[None]):
+        if own is None or own.shape != want.shape or not agree(own[None], want[None]):
             return f"layer {quickly.name!r} ({type(quickly.module).__name__})"
     return ""
 
 
 class Verdicts:
-    """A cache of how runners differ from the plain one, by runner and use (`use_of`).
+    """A cache of how runners differ from the plain one, by runner and use (`verdict_key`).
 
     Compiled graphs cannot compare anything: they use the last verdict in the same mode.
     """
@@ -294,7 +294,7 @@ class Verdicts:
         mode = runner, network.training
         if torch.compiler.is_compiling():
             return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find)
-        key = runner, use_of(network, x)
+        key = runner, verdict_key(network, x)
         return self.reasons[key] if key in self.reasons else self._find(mode, network, x, find)
 
     def forget(self, runner: Hashable, training: bool) -> None:
@@ -304,7 +304,7 @@ class Verdicts:
 
     @uncompiled
     def _find(self, mode: tuple[Hashable, bool], network: nn.Module, x: Input, find: Callable[[], str]) -> str:
-        reason = self.reasons[mode[0], use_of(network, x)] = self.in_mode[mode] = find()
+        reason = self.reasons[mode[0], verdict_key(network, x)] = self.in_mode[mode] = find()
         return reason
 
 
@@ -318,20 +318,20 @@ def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Inp
     weights and without noise. A single input is first joined by another one.
     """
     if len(tensors_in(x)[0]) == 1:
-        x = mapped(_with_another, x)
+        x = map_tensors(_with_another, x)
     batch = len(tensors_in(x)[0])
     order = torch.arange(batch - 1, (batch - 1) // 2, -1, device=tensors_in(x)[0].device)
     with plain_attention(), silent_trial(network, x) as doubt:
         every = predict(x)
         try:
-            some = predict(rows(x, order))
+            some = predict(select_rows(x, order))
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             return f"the network fails for fewer rows ({str(error).splitlines()[0]})"
         if reason := doubt():
             return reason
-        if every.dim() > 1 and every.shape[1] == batch and alike(some, every[:, order]):
+        if every.dim() > 1 and every.shape[1] == batch and agree(some, every[:, order]):
             return ""
     return "the first axis of x is not the batch, or rows affect each other"
 

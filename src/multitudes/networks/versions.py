@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multitudes.networks.architecture import stackable
 from multitudes.networks.settings import DEPTH, PLAIN
-from multitudes.networks.stochastic import Stochastic, attached
+from multitudes.networks.stochastic import Stochastic, attached_layers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -128,7 +128,7 @@ class Versions:
 def hooked_module(network: nn.Module) -> str | None:
     """Return the name of a module with hooks, forward or backward, except those of a stochastic layer."""
     for name, module in network.named_modules():
-        own = 2 * len(attached(module))  # one before and one after the module's forward
+        own = 2 * len(attached_layers(module))  # one before and one after the module's forward
         if sum(len(getattr(module, hooks)) for hooks in _HOOKS) > own:
             return name
     return None
@@ -136,12 +136,12 @@ def hooked_module(network: nn.Module) -> str | None:
 
 def _writes_itself(module: nn.Module) -> bool:
     """Return whether a module of this library writes its own attributes as it runs."""
-    return isinstance(module, Stochastic) or hasattr(type(module), "cache_names")
+    return isinstance(module, Stochastic) or hasattr(type(module), "cache_attributes")
 
 
 def _deep_settings(module: nn.Module, seen: set[int]) -> Settings:
     """Return the settings that may change in place: tensors, lists, configurations; for stochastic layers, all."""
-    caches = getattr(module, "cache_names", ())
+    caches = getattr(module, "cache_attributes", ())
     own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes their containers
     settings: Settings = []
     for key, value in vars(module).items():

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.networks.calls import Input, call
-from multitudes.networks.compiler import uncompiled
-from multitudes.networks.settings import FOUND_ANEW
+from multitudes.networks.dispatch import uncompiled
+from multitudes.networks.settings import HF_CACHES
 from multitudes.networks.versions import Versions
 from multitudes.networks.vmap import LazyVmap
 
@@ -135,7 +135,7 @@ class Views:
     def _make(self) -> None:
         now = _writable(self.network)
         written = [
-            {key: value for key, value in self.written(index).items() if same(now.get(key), self.base.get(key))}
+            {key: value for key, value in self.written(index).items() if same_objects(now.get(key), self.base.get(key))}
             for index in range(len(self.views))
         ]
         self.views = self.make(self.network)
@@ -143,19 +143,19 @@ class Views:
         self.base = now
         self.may_write = any(self.given)
         for each, own in zip(self.views, written, strict=False):
-            write(each, own)
+            write_attributes(each, own)
         self.made_of = self.versions.number, self.versions.written
 
     def written(self, index: int) -> Written:
         """Return what the code of a view has written, by the names of module and attribute."""
         now, given = _writable(self.views[index]), self.given[index]
-        return {key: value for key, value in now.items() if not same(value, given.get(key, _MISSING))}
+        return {key: value for key, value in now.items() if not same_objects(value, given.get(key, _MISSING))}
 
     def show(self) -> None:
         """Give the network the attributes that the last view has written."""
         if torch.compiler.is_compiling() or not (written := self.written(len(self.views) - 1)):
             return
-        write(self.network, copies(written))
+        write_attributes(self.network, copy_attributes(written))
         self.base = _writable(self.network)
         self.versions.accept([self.network.get_submodule(path) for path, _ in written])
         self.made_of = self.versions.number, self.versions.written
@@ -166,7 +166,7 @@ class Views:
         if self.views:
             twin._make()
             for index, each in enumerate(twin.views):
-                write(each, copies(self.written(index)))
+                write_attributes(each, copy_attributes(self.written(index)))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,13 +178,13 @@ Written = Mapping[tuple[str, str], Any]
 """Attributes that code has written, by the names of module and attribute."""
 
 
-def write(network: nn.Module, attributes: Written) -> None:
+def write_attributes(network: nn.Module, attributes: Written) -> None:
     """Set attributes of a network's modules."""
     for (path, name), value in attributes.items():
         vars(network.get_submodule(path))[name] = value
 
 
-def copies(attributes: Written) -> Written:
+def copy_attributes(attributes: Written) -> Written:
     """Copy the tensors, detached, and the containers among attributes."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value) if _holds(value) else value
@@ -207,15 +207,15 @@ def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
         for path, module in each.named_modules()
         if may_write(module)
         for name, value in vars(module).items()
-        if name not in _REGISTRIES and name != "_modules" and name not in FOUND_ANEW
+        if name not in _REGISTRIES and name != "_modules" and name not in HF_CACHES
     }
 
 
-def same(one: Any, other: Any) -> bool:
+def same_objects(one: Any, other: Any) -> bool:
     """Return whether two values are the same object, or containers of the same objects."""
     if type(one) is not type(other) or not _holds(one):
         return one is other
     if isinstance(one, set):
         return one == other
     ones, others = _items(one), _items(other)
-    return len(ones) == len(others) and all(map(same, ones, others))
+    return len(ones) == len(others) and all(map(same_objects, ones, others))

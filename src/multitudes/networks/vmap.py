@@ -1,6 +1,6 @@
 """Run a network's own code once for all members, or for many draws, under vmap.
 
-Inside `at_once` a stacked tensor `[M, ...]` looks like one member's, and the network's code runs for all members. That
+Inside `vmap_level` a stacked tensor `[M, ...]` looks like one member's, and the network's code runs for all members. That
 is right for any code, and forwards that cannot be traced work too. vmap is slow or fails for a few functions: it adds a
 bias with a slow kernel, copies embedding tables, transposes feature maps for the new dimension, hides from attention
 that gradients are needed, and fails on recurrent layers. Rules replace these: one product per member into one result,
@@ -29,7 +29,7 @@ from torch._functorch.vmap import (  # type: ignore[attr-defined]  # from the im
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from multitudes.networks.attention import Attention, math_attention, multihead
+from multitudes.networks.attention import AttentionArguments, math_attention, multihead_attention
 from multitudes.networks.calls import InputError, plain_attention
 
 ONE_BY_ONE_ABOVE = 2**22
@@ -38,7 +38,7 @@ result, which one call for all members does not; on an H200 it takes a third of 
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class VmapLevel:
     """A vmap level over members: turns stacked tensors into one member's, and back."""
 
     count: int
@@ -58,11 +58,11 @@ class AtOnce:
 
 
 @contextmanager
-def at_once(count: int) -> Iterator[AtOnce]:
+def vmap_level(count: int) -> Iterator[VmapLevel]:
     """Run code for all members at once, for the duration of a `with`; each member draws its own random numbers."""
     plain = plain_attention() if torch.compiler.is_compiling() else nullcontext()
     with plain, vmap_increment_nesting(count, "different") as level:
-        members = AtOnce(count, level)
+        members = VmapLevel(count, level)
         with _Rules(members):
             yield members
 
@@ -75,17 +75,17 @@ class LazyVmap:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.members: AtOnce | None = None
+        self.members: VmapLevel | None = None
         self._stack = ExitStack()
         self._outer = _level()
         self._modes = 0
 
-    def enter(self) -> AtOnce:
+    def enter(self) -> VmapLevel:
         """Enter the level, unless it was entered before."""
         if self.members is None:
             if _level() != self._outer:
                 raise InputError("a layer that differs between members runs inside a transform of the network's own")
-            self.members = self._stack.enter_context(at_once(self.count))
+            self.members = self._stack.enter_context(vmap_level(self.count))
             self._modes = torch._C._len_torch_function_stack()
         return self.members
 
@@ -120,7 +120,7 @@ class _Rules(TorchFunctionMode):
     Any active function mode also keeps torch from its fused attention, which vmap cannot batch.
     """
 
-    members: AtOnce
+    members: VmapLevel
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -180,7 +180,7 @@ class _Products(torch.autograd.Function):
 # -- rules: rule(members, *args, **kwargs), with the function's arguments, or NotImplemented --------------------
 
 
-def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(members: VmapLevel, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if torch.compiler.is_compiling() or not _is_own(weight) or input.dim() < 2:
         return NotImplemented
     x, weight, bias = members.whole(input), members.whole(weight), None if bias is None else members.whole(bias)
@@ -188,7 +188,7 @@ def _linear(members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None 
         return members.own(products(x.flatten(1, -2), weight, bias).unflatten(1, x.shape[1:-1]))
 
 
-def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
+def _addmm(members: VmapLevel, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Any:
     """Compute a linear layer that has its weight transposed."""
     if scales or input.dim() != 1 or not _is_own(mat2):
         return NotImplemented
@@ -196,7 +196,7 @@ def _addmm(members: AtOnce, input: Tensor, mat1: Tensor, mat2: Tensor, **scales:
 
 
 def _layer_norm(
-    members: AtOnce,
+    members: VmapLevel,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -213,7 +213,7 @@ def _layer_norm(
 
 
 def _embedding(
-    members: AtOnce,
+    members: VmapLevel,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -236,9 +236,9 @@ def _embedding(
         return members.own(result)
 
 
-def _attention(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
+def _attention(members: VmapLevel, *args: Any, **kwargs: Any) -> Any:
     """Fold members into the batch."""
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = Attention(*args, **kwargs)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = AttentionArguments(*args, **kwargs)
     attend: Callable[..., Tensor] = partial(
         F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -268,17 +268,17 @@ def _right_gradients(tensor: Tensor) -> AbstractContextManager[Any]:
     return sdpa_kernel(_BUT_CUDNN) if tensor.is_cuda and torch.is_grad_enabled() else nullcontext()
 
 
-def _multihead(members: AtOnce, *args: Any, **kwargs: Any) -> Any:
+def _multihead(members: VmapLevel, *args: Any, **kwargs: Any) -> Any:
     """Run torch's multi-head attention as written: its parts have rules."""
     with _Rules(members):
-        return multihead(*args, **kwargs)
+        return multihead_attention(*args, **kwargs)
 
 
 def _convolution(function: Any) -> Callable[..., Tensor]:
     """Cast what vmap's convolution does not cast under autocast: the bias, and on a CPU all arguments."""
 
     def rule(
-        members: AtOnce, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+        members: VmapLevel, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
         kind = input.device.type
         if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:  # autocast ignores float64
@@ -291,7 +291,7 @@ def _convolution(function: Any) -> Callable[..., Tensor]:
 
 
 def _batch_norm(
-    members: AtOnce,
+    members: VmapLevel,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -322,14 +322,14 @@ def _batch_norm(
     return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
 
 
-def _average_pool(members: AtOnce, input: Tensor, output_size: Any) -> Any:
+def _average_pool(members: VmapLevel, input: Tensor, output_size: Any) -> Any:
     return input.mean((-2, -1), keepdim=True) if output_size in (1, (1, 1), [1, 1]) else NotImplemented
 
 
 def _recurrent(function: Any) -> Callable[..., Any]:
     """Fold members into the batch where they share the weights; packed sequences have no rule."""
 
-    def rule(members: AtOnce, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
+    def rule(members: VmapLevel, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
         if not isinstance(weights, list) or any(map(_is_own, weights)) or input.dim() != 3:
             return NotImplemented
         dropout, training, batch = settings[2], settings[3], 0 if settings[5] else 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multitudes.base.archives import below, grouped, read_tensors, write_tensors
+from multitudes.base.archives import tensors_of_part, join_parts, read_tensors, write_tensors
 from multitudes.base.sealed_files import DamagedError
 from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.conformal import Conformal, ConformalScore
@@ -53,7 +53,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> Path:
     if model.conformal is not None:
         about["score"] = asdict(model.conformal.score)
         parts["conformal"] = {name: getattr(model.conformal, name) for name in ("scores", "shares")}
-    return write_tensors(path, grouped(parts), ENTRY, about, "saving a model")
+    return write_tensors(path, join_parts(parts), ENTRY, about, "saving a model")
 
 
 def _params(estimator: Any) -> dict[str, Any]:
@@ -115,17 +115,17 @@ def _loaded(cls: type, about: Mapping[str, Any], tensors: Mapping[str, Tensor], 
     own = None if module is None else make_network(module, len(encoder.names), about["outputs"])
     networks = []
     for number, header in enumerate(about["networks"]):
-        net = from_parts(header, below(f"networks/{number}", tensors), own)
+        net = from_parts(header, tensors_of_part(f"networks/{number}", tensors), own)
         assert isinstance(net, Multitude)
         networks.append(net.eval())
     scaling = conformal = None
     if "scaling" in about:
-        scaling = read_calibration(about["scaling"], below("scaling", tensors))
+        scaling = read_calibration(about["scaling"], tensors_of_part("scaling", tensors))
     if "score" in about:
-        conformal = Conformal(ConformalScore(**about["score"]), **below("conformal", tensors))
+        conformal = Conformal(ConformalScore(**about["score"]), **tensors_of_part("conformal", tensors))
     estimator.model_ = FittedModel(
-        encoder, Preprocessing(**below("preprocessing", tensors)), tuple(networks),
-        about["outputs"], **below("target", tensors), scaling=scaling, conformal=conformal,
+        encoder, Preprocessing(**tensors_of_part("preprocessing", tensors)), tuple(networks),
+        about["outputs"], **tensors_of_part("target", tensors), scaling=scaling, conformal=conformal,
     )  # fmt: skip
     return estimator
 

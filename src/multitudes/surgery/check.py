@@ -17,9 +17,9 @@ from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.runners.independent import RUNNERS
 from multitudes.ensemble.shared import SharedMembers
-from multitudes.networks.calls import Input, call, mapped, plain_attention, tensors_in
+from multitudes.networks.calls import Input, call, map_tensors, plain_attention, tensors_in
 from multitudes.networks.copies import copied
-from multitudes.networks.random_functions import STILL, Redrawn
+from multitudes.networks.random_functions import STILL, RandomFrom
 from multitudes.networks.stochastic import expecting, stochastic_layers
 from multitudes.networks.verification import running_statistics
 
@@ -127,7 +127,7 @@ class _Proof:
 
     def _measured(self, networks: list[nn.Module], run: Callable[[Input], Tensor]) -> list[Measured]:
         """Run, and return each member's predictions, gradients and buffers; `networks` hold the members' weights."""
-        x = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), self.example)
+        x = map_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), self.example)
         predictions = run(x)
         # The gradients are those of a random sum of a member's predictions, the same for all members.
         generator = torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ class _Proof:
     def _quiet(self, network: nn.Module) -> Iterator[None]:
         """Turn noise off; make batch norms of shared members use their running statistics."""
         norms = nullcontext() if isinstance(self.net, Members) else running_statistics(network)
-        with torch.enable_grad(), plain_attention(), expecting(network), Redrawn(STILL), norms:
+        with torch.enable_grad(), plain_attention(), expecting(network), RandomFrom(STILL), norms:
             yield
 
     def _compare(self, training: bool) -> None:

@@ -25,7 +25,7 @@ from multitudes.ensemble.members import Members
 from multitudes.ensemble.multitude import Multitude
 from multitudes.networks.copies import copied
 from multitudes.networks.seeds import seeded
-from multitudes.networks.settings import computing_hooks, holding
+from multitudes.networks.settings import computing_hooks, override_attribute
 from multitudes.surgery.select import within
 
 RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
@@ -180,7 +180,7 @@ def _set_parametrized(layer: Any, name: str, value: Tensor) -> None:
         if original is not None and original.shape == value.shape:
             original.copy_(value)
     spectral = [each for each in parametrizations if hasattr(each, "n_power_iterations")]
-    with holding(spectral, "training", True):
+    with override_attribute(spectral, "training", True):
         for _ in range(_POWER_ITERATIONS if spectral else 0):
             getattr(layer, name)
 

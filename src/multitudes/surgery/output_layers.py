@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from multitudes.networks.calls import Input, evaluating, input_errors, mapped, prediction_in, split_call
-from multitudes.networks.settings import holding
+from multitudes.networks.calls import Input, evaluating, input_errors, map_tensors, prediction_in, split_call
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import expecting
-from multitudes.networks.trace import hooked, unmoved
+from multitudes.networks.trace import hooked, preserve_state
 from multitudes.surgery.observe import example_for
 from multitudes.surgery.select import Selector, select
 
@@ -72,14 +72,14 @@ def _observed(network: nn.Module, example: Input, read: Callable[[Any], Tensor |
 
     def cut(name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         weights.update(dict.fromkeys(owned[name], name))
-        return mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs)
+        return map_tensors(Tensor.detach, args), map_tensors(Tensor.detach, kwargs)
 
     with (
         evaluating(network),
-        unmoved(network, example),
+        preserve_state(network, example),
         expecting(network),
         torch.enable_grad(),
-        holding(frozen, "requires_grad", True),
+        override_attribute(frozen, "requires_grad", True),
     ):
         args, kwargs = split_call(network, example)
         with hooked(network, owners, enter=cut):

@@ -22,7 +22,7 @@ from torch import nn
 
 from multitudes.networks.calls import InputError
 from multitudes.tasks.classes import Binary, Classification, Multilabel, Tokens
-from multitudes.tasks.criteria import Criterion, is_any, unwrapped
+from multitudes.tasks.criteria import Criterion, is_any, unwrap
 from multitudes.tasks.gaussian import Gaussian
 from multitudes.tasks.quantiles import Quantiles
 from multitudes.tasks.regression import Regression
@@ -59,7 +59,7 @@ def tasks_of(criterion: Criterion) -> tuple[str, ...]:
     return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
 
 
-def one_of(tasks: Sequence[str], sign: str = "") -> str:
+def join_tasks(tasks: Sequence[str], sign: str = "") -> str:
     """Format tasks for an error: `'binary' or 'multilabel'`."""
     return " or ".join(f"{sign}{task!r}" for task in tasks)
 
@@ -83,7 +83,7 @@ def criterion_for(
     if not callable(criterion):
         raise InputError(f"criterion must be a function of (prediction, target), got {criterion!r}")
     known = tasks_of(criterion)
-    name = getattr(unwrapped(criterion), "__name__", type(criterion).__name__)
+    name = getattr(unwrap(criterion), "__name__", type(criterion).__name__)
     if known and chosen.name not in known:
         raise InputError(
             f"criterion {name} is for task {one_of(known)}, and the task is {chosen.name!r}: {one_of(known, way_out)}"

@@ -22,7 +22,7 @@ CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 # -- recognition -------------------------------------------------------------------------------------------
 
 
-def unwrapped(criterion: Any) -> Any:
+def unwrap(criterion: Any) -> Any:
     """Return the criterion inside partial applications."""
     while isinstance(criterion, partial):
         criterion = criterion.func
@@ -31,7 +31,7 @@ def unwrapped(criterion: Any) -> Any:
 
 def is_any(criterion: Criterion, known: tuple[Any, ...]) -> bool:
     """Return whether a criterion is one of these functions, or an instance of one of these classes."""
-    own = unwrapped(criterion)
+    own = unwrap(criterion)
     return any(own is one or (isinstance(one, type) and isinstance(own, one)) for one in known)
 
 
@@ -90,7 +90,7 @@ def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: T
     tensor(1.)
     """
     losses, counts = target_losses(criterion, prediction, y)
-    total = (losses * spread(weight, losses)).sum()
+    total = (losses * expand_weight(weight, losses)).sum()
     return total if setting_of(criterion, "reduction", "mean") == "sum" else total / counts.sum()
 
 
@@ -117,7 +117,7 @@ def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight:
     return (losses * weight.to(losses)).mean()
 
 
-def spread(weight: Tensor, losses: Tensor) -> Tensor:
+def expand_weight(weight: Tensor, losses: Tensor) -> Tensor:
     """Expand weights `[B]` or `[B, ...]` to the shape of losses, which may have further axes."""
     if weight.shape != losses.shape[: weight.dim()]:
         raise InputError(f"weight must have one number for each of {losses.shape[0]} rows, got {list(weight.shape)}")

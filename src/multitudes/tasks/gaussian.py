@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.base.checks import check_number
-from multitudes.tasks.criteria import at_least_float32, reduced, spread
+from multitudes.tasks.criteria import at_least_float32, reduced, expand_weight
 from multitudes.tasks.regression import ValueTask
 
 VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that likelihoods stay finite
@@ -107,7 +107,7 @@ class Gaussian(ValueTask):
     likelihood = True
     compared = True
     per_value = 2
-    tells_noise = True
+    predicts_noise = True
 
     def _needs(self, shape: Sequence[int]) -> str | None:
         return "hold as many raw variances as means in dim 2, an even number together" if shape[2] % 2 else None
@@ -125,7 +125,7 @@ class Gaussian(ValueTask):
     ) -> tuple[Tensor, Tensor]:
         """Score by the density of the members' mixture, which is not Gaussian."""
         losses = mixture_nll(predictions, y)
-        return losses, spread(weight, losses)
+        return losses, expand_weight(weight, losses)
 
     def stretched(self, predictions: Tensor, factor: Tensor) -> Tensor:
         means, variances = split_gaussian(predictions, dim=2)

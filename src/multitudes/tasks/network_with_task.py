@@ -1,4 +1,4 @@
-"""`Tasked`: a network with a task, which determines its loss and the meaning of its predictions."""
+"""`TaskNetwork`: a network with a task, which determines its loss and the meaning of its predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from multitudes.tasks.predictive import Predictive
 from multitudes.tasks.quantiles import check_levels
 
 
-class Tasked(nn.Module):
+class TaskNetwork(nn.Module):
     """The task of a multitude, its own or that of its `network`."""
 
     network: nn.Module
@@ -59,7 +59,7 @@ class Tasked(nn.Module):
     @property
     def known_task(self) -> str | None:
         """The chosen task, or that of the network's head; None if predictions and targets decide."""
-        if self.chosen_task is not None or not isinstance(self.template, Tasked):
+        if self.chosen_task is not None or not isinstance(self.template, TaskNetwork):
             return self.chosen_task or head_task(self.template)
         return self.template.known_task
 
@@ -82,7 +82,7 @@ class Tasked(nn.Module):
         This is the default for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to
         False if your labels are shifted already, and to True for your own language model if they are not.
         """
-        if self._next_tokens is not None or not isinstance(self.template, Tasked):
+        if self._next_tokens is not None or not isinstance(self.template, TaskNetwork):
             return predicts_next_tokens(self.template) if self._next_tokens is None else self._next_tokens
         return self.template.next_tokens
 
@@ -92,10 +92,10 @@ class Tasked(nn.Module):
         for inner in self._inner_networks():
             inner.next_tokens = shifted
 
-    def _inner_networks(self) -> list[Tasked]:
+    def _inner_networks(self) -> list[TaskNetwork]:
         """The networks inside that have their own task: members that are multitudes."""
         inside = self.network if isinstance(self.network, nn.ModuleList) else [self.network]
-        return [network for network in inside if isinstance(network, Tasked)]
+        return [network for network in inside if isinstance(network, TaskNetwork)]
 
     def predictive_of(
         self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
@@ -148,7 +148,7 @@ class Tasked(nn.Module):
         config = getattr(self.template, "config", None)
         head = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
         key = task, averages, self.chosen_task, self._quantiles, self._next_tokens, head
-        nested = isinstance(self.template, Tasked)
+        nested = isinstance(self.template, TaskNetwork)
         if criterion is None and self._last is not None and self._last[0] == key and not nested:
             return self._last[1]
         known = task or self.known_task

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.networks.calls import InputError
-from multitudes.tasks.criteria import Criterion, at_least_float32, reduced, unwrapped
+from multitudes.tasks.criteria import Criterion, at_least_float32, reduced, unwrap
 from multitudes.tasks.regression import ValueTask
 
 _HALVINGS = 64  # bisection steps: to the last bit in float64
@@ -159,7 +159,7 @@ class Quantiles(ValueTask):
             )
 
     def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
-        if unwrapped(criterion) is pinball and self.quantiles is not None:
+        if unwrap(criterion) is pinball and self.quantiles is not None:
             criterion = partial(pinball, levels=self.quantiles)
         return super()._fitted(criterion, prediction, y)
 

@@ -17,9 +17,9 @@ from multitudes.tasks.criteria import (
     Criterion,
     at_least_float32,
     setting_of,
-    spread,
+    expand_weight,
     target_losses,
-    unwrapped,
+    unwrap,
     weighted_by_row,
     weighted_mean,
 )
@@ -65,7 +65,7 @@ class Task(ABC):
     """True if each input has several targets, in dim 1, each with its own classes."""
     per_value: ClassVar[int] = 1
     """The number of network outputs per class or value."""
-    tells_noise: ClassVar[bool] = False
+    predicts_noise: ClassVar[bool] = False
     """True if members predict the noise of values, so that their mixture has a density."""
     compared: ClassVar[bool] = False
     """True if the landscape's function-space analyses support such predictions."""
@@ -166,7 +166,7 @@ class Task(ABC):
 
     def _is_own(self, criterion: Criterion) -> bool:
         """Return whether a criterion is itself a known one; a subclass may compute anything."""
-        own = unwrapped(criterion)
+        own = unwrap(criterion)
         return (type(own) if isinstance(own, nn.Module) else own) in self.criteria
 
     def loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -179,7 +179,7 @@ class Task(ABC):
             criterion, prediction, fitted = self._fitted(criterion, prediction, y)
             if weight is None:
                 return criterion(prediction, fitted)
-            own = self._is_own(criterion) or not isinstance(unwrapped(criterion), nn.Module)
+            own = self._is_own(criterion) or not isinstance(unwrap(criterion), nn.Module)
             mean = weighted_mean if own else weighted_by_row
             return mean(criterion, prediction, fitted, self._fitted_weight(weight, y, fitted))
 
@@ -193,7 +193,7 @@ class Task(ABC):
         with fitting(together, y):
             criterion, prediction, fitted = self._fitted(self.criterion, at_least_float32(together), y)
             losses, counts = target_losses(criterion, prediction, fitted)
-            return losses, counts * spread(self._fitted_weight(weight, y, fitted), losses)
+            return losses, counts * expand_weight(self._fitted_weight(weight, y, fitted), losses)
 
     def _fitted(self, criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Criterion, Tensor, Tensor]:
         """Convert a criterion, a prediction and targets to the shapes and dtypes that torch's criteria take."""

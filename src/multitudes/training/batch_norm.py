@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multitudes.networks.calls import Input, call_with, evaluating, input_errors
 from multitudes.networks.devices import device_in
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import expecting
 from multitudes.training.batches import Batches
 
@@ -46,8 +46,8 @@ def statistics(network: nn.Module, state: State, batches: Batches) -> State:
     with (
         evaluating(network),
         expecting(network),
-        holding(layers.values(), "training", True),
-        holding(layers.values(), "momentum", None),
+        override_attribute(layers.values(), "training", True),
+        override_attribute(layers.values(), "momentum", None),
     ):
         for x, _ in batches.on(device_in(network)):
             _predict(network, state | buffers, x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.networks.calls import Input, moved, split_batch
+from multitudes.networks.calls import Input, to_device, split_batch
 
 ROWS = 256
 """Maximum rows of a tensor per batch."""
@@ -44,7 +44,7 @@ class Batches:
         for batch in self.batches:
             empty = False
             x, y = split_batch(batch)
-            yield moved(x, device), None if y is None else y.to(device)
+            yield to_device(x, device), None if y is None else y.to(device)
         if empty:
             raise ValueError("data must hold at least one batch, got none")
 

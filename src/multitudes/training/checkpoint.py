@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from multitudes.base.archives import below, grouped, read_tensors, write_tensors
+from multitudes.base.archives import tensors_of_part, join_parts, read_tensors, write_tensors
 from multitudes.base.checks import needed
 from multitudes.base.sealed_files import DamagedError
 from multitudes.networks.devices import device_in
@@ -102,11 +102,11 @@ class Checkpoint:
         parts = {"net": tensors_of(net.state_dict()), "random": random_state(device_in(net))}
         parts |= {name: getattr(state, name) for name in TENSOR_FIELDS}
         slots = {str(index): values for index, values in optimizer.state_dict()["state"].items()}
-        entries = grouped(slots)
+        entries = join_parts(slots)
         parts["optimizer"] = tensors_of(entries)
         numbers = {place: value for place, value in entries.items() if place not in parts["optimizer"]}
         about = {"of": self.of, "state": plain, "optimizer": numbers, "settings": settings}
-        write_tensors(self.path, grouped(parts), ENTRY, about, "checkpoint=")
+        write_tensors(self.path, join_parts(parts), ENTRY, about, "checkpoint=")
         self.written = time.monotonic()
         self.cost = self.written - start if self.every else 0.0
 
@@ -121,19 +121,19 @@ class Checkpoint:
                     f"checkpoint {str(self.path)!r} belongs to a training with {name}={saved['settings'].get(name)!r}, "
                     f"but now {name}={value!r}: delete the file to start over, or choose another"
                 )
-        weights = below("net", tensors)
+        weights = tensors_of_part("net", tensors)
         check_fits(net.state_dict(), weights, f"checkpoint {str(self.path)!r}")
         net.load_state_dict(weights, strict=False)  # not strict: state dicts may hold non-tensors
         slots: dict[int, dict[str, Any]] = {}
-        for place, value in (below("optimizer", tensors) | saved["optimizer"]).items():
+        for place, value in (tensors_of_part("optimizer", tensors) | saved["optimizer"]).items():
             index, key = place.split("/", 1)
             slots.setdefault(int(index), {})[key] = value
         optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
         for name, value in saved["state"].items():
             setattr(state, name, value)
         for name in TENSOR_FIELDS:
-            setattr(state, name, below(name, tensors))
-        set_random_state(below("random", tensors), device_in(net))
+            setattr(state, name, tensors_of_part(name, tensors))
+        set_random_state(tensors_of_part("random", tensors), device_in(net))
         return True
 
 

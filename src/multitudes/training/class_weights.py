@@ -12,9 +12,9 @@ from torch import Tensor
 from multitudes.ensemble.multitude import Multitude
 from multitudes.networks.calls import Input, split_batch
 from multitudes.networks.seeds import seeded
-from multitudes.networks.trace import unmoved
-from multitudes.tasks import TASKS, Task, one_of
-from multitudes.tasks.criteria import spread
+from multitudes.networks.trace import preserve_state
+from multitudes.tasks import TASKS, Task, join_tasks
+from multitudes.tasks.criteria import expand_weight
 from multitudes.training.objective import batches_from
 from multitudes.training.validation import prepare_for
 
@@ -44,7 +44,7 @@ class ClassWeights:
             )
         else:
             own = self._by_class(weights, y.long())
-        return own if weight is None else own * spread(weight, own)
+        return own if weight is None else own * expand_weight(weight, own)
 
     def _by_class(self, weights: Tensor, y: Tensor) -> Tensor:
         y = torch.where(y < 0, 0, y)  # ignored targets have no loss
@@ -62,7 +62,7 @@ class ClassWeights:
             return
         self.checked = True
         prepare_for(net, x)
-        with unmoved(net.network, ()), seeded(0):
+        with preserve_state(net.network, ()), seeded(0):
             found = net.predict(x, net.task, seed=0)
         classes = found.reading.class_count(found.predictions.shape[1:])
         if classes != len(self.weights):
@@ -77,7 +77,7 @@ def class_weights_of(given: Any, net: Multitude, data: Any) -> ClassWeights | No
         return None
     task = net.reading
     if not _weighs(task):
-        known = one_of([name for name, each in TASKS.items() if _weighs(each)])
+        known = join_tasks([name for name, each in TASKS.items() if _weighs(each)])
         raise ValueError(
             f"class_weight needs task {known}, got task {task.name!r}: pass row weights instead, in batches "
             "(x, y, weight)"

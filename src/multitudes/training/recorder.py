@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.base.archives import below, grouped, read_tensors, write_tensors
+from multitudes.base.archives import tensors_of_part, join_parts, read_tensors, write_tensors
 from multitudes.base.checks import check_count, needed
 from multitudes.base.sealed_files import DamagedError
 
@@ -263,14 +263,14 @@ class _Disk:
 
     def write_moments(self, moments: Moments) -> None:
         parts = {"mean": moments.mean, "squares": moments.squares}
-        self._write("moments.safetensors", grouped(parts), moments.count)
+        self._write("moments.safetensors", join_parts(parts), moments.count)
 
     def read_moments(self) -> Moments:
         path = self.folder / "moments.safetensors"
         if not path.exists():
             return Moments()
         state, about = self._read(path)
-        return Moments(about["number"], below("mean", state), below("squares", state))
+        return Moments(about["number"], tensors_of_part("mean", state), tensors_of_part("squares", state))
 
     def _write(self, name: str, state: State, number: int) -> Path:
         return write_tensors(self.folder / name, state, ENTRY, {"of": self.of, "number": number}, FOLDER)

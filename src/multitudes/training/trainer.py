@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from multitudes.base.progress import ProgressBar
 from multitudes.ensemble.members import Members
-from multitudes.networks.calls import Input, moved, split_batch, tensors_in, weight_in
+from multitudes.networks.calls import Input, to_device, split_batch, tensors_in, weight_in
 from multitudes.networks.devices import device_in
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.trace import hooked
 from multitudes.training.checkpoint import Checkpoint, DeferredSignals, TrainingState, random_state, set_random_state
 from multitudes.training.class_weights import ClassWeights
@@ -217,7 +217,7 @@ class Trainer:
         if y is None:
             raise ValueError(f"{what} must have targets, (x, y), got an input alone")
         weight = weight_in(batch, y, what)
-        x = moved(x, self.device)
+        x = to_device(x, self.device)
         if self.config.channels_last and isinstance(x, Tensor) and x.dim() == 4:
             x = x.to(memory_format=torch.channels_last)
         if self.config.class_weights is not None:
@@ -345,7 +345,7 @@ def first_bad_layer(net: nn.Module, x: Input, compute: Callable[[], Any]) -> str
 
     layers = [name for name, layer in net.named_modules() if name and not any(True for _ in layer.children())]
     members = [net] if isinstance(net, Members) else []
-    with holding(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need the loop runner
+    with override_attribute(members, "_runner", "loop"), hooked(net, layers, look):  # hooks need the loop runner
         compute()
     return found[0] if found else "every layer's output is finite in a second run, so the loss itself overflows"
 

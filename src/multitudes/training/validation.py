@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from multitudes.ensemble.multitude import Multitude
 from multitudes.networks.calls import Input, input_errors, plain_attention
 from multitudes.networks.seeds import mixed, seeded
-from multitudes.networks.trace import unmoved
+from multitudes.networks.trace import preserve_state
 from multitudes.tasks import Task
-from multitudes.tasks.criteria import spread
+from multitudes.tasks.criteria import expand_weight
 from multitudes.tasks.predictive import Predictive
 from multitudes.training.objective import batches_from
 from multitudes.training.recorder import tensors_of
@@ -44,7 +44,7 @@ def validation_scores(p: Predictive, y: Tensor, weight: Tensor, stop_by: str = "
     if y.shape != p.mean.shape:
         raise ValueError(f"y must have the means' shape {list(p.mean.shape)}, got {list(y.shape)}")
     losses = (p.mean - y).square()
-    return losses, spread(weight, losses)
+    return losses, expand_weight(weight, losses)
 
 
 class Validation:
@@ -82,7 +82,7 @@ class Validation:
     ) -> tuple[float, float] | None:
         """Return the sum of weight times score, and the sum of weights."""
         total = count = 0.0
-        with unmoved(net.network, ()), seeded(0):
+        with preserve_state(net.network, ()), seeded(0):
             for number, batch in enumerate(batches()):
                 what = f"batch {number} of validation"
                 x, y, weight = prepare(batch, what)

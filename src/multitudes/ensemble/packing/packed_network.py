@@ -26,7 +26,7 @@ from multitudes.networks.architecture import stackable
 from multitudes.networks.calls import Input, chosen_output, part_of, split_call
 from multitudes.networks.random_functions import draws_by
 from multitudes.networks.stochastic import as_member, stochastic_layers
-from multitudes.networks.trace import attributes_restored, writing_modules
+from multitudes.networks.trace import preserve_attributes, writing_modules
 
 
 def gains_channels_last(network: nn.Module) -> bool:
@@ -73,7 +73,7 @@ class PackedNetwork:
         own_draws = as_member(self.network, torch.arange(members), members) if self.draws else nullcontext()
         own_noise = _Noise(self.state) if self.watched else nullcontext()
         args, kwargs = split_call(self.network, x)
-        restored = attributes_restored(self.writing) if self.writing else nullcontext()
+        restored = preserve_attributes(self.writing) if self.writing else nullcontext()
         try:
             with own_noise, own_draws, restored as written:
                 answer = self._prediction(self.network(*args, **kwargs))

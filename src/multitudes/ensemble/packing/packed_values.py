@@ -14,7 +14,7 @@ from torch._C import _functorch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from multitudes.networks.calls import InputError
-from multitudes.networks.vmap import at_once
+from multitudes.networks.vmap import vmap_level
 
 RULES: dict[Any, Callable[..., Any]] = {}
 """Rules that run torch's functions for all members: `rule(function, *args, **kwargs)` returns the result, or
@@ -163,7 +163,7 @@ def run_under_vmap(state: PackingState, function: Any, *args: Any, **kwargs: Any
         function = Tensor.reshape
     leaves, structure = tree_flatten((args, kwargs))
     try:
-        with at_once(state.members) as members:
+        with vmap_level(state.members) as members:
             own = [members.own(leaf.stacked()) if isinstance(leaf, Many) else leaf for leaf in leaves]
             given, options = tree_unflatten(own, structure)
             results, form = tree_flatten(function(*given, **options))

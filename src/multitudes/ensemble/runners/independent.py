@@ -14,7 +14,7 @@ from multitudes.ensemble.runners.selection import INDEPENDENT, Workload, runners
 from multitudes.ensemble.runners.template import CannotStack
 from multitudes.ensemble.runners.vmapped_runner import VmappedRunner
 from multitudes.networks.calls import Input, InputError, call, tensors_in
-from multitudes.networks.compiler import uncompiled
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.stochastic import as_member
 from multitudes.networks.verification import Verdicts, difference
 

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from multitudes.ensemble.packing.packed_network import gains_channels_last
 from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.stochastic import stochastic_layers
-from multitudes.networks.trace import recording, unmoved
+from multitudes.networks.trace import recording, preserve_state
 from multitudes.networks.versions import hooked_module
 
 MANY = 8
@@ -66,6 +66,6 @@ def is_small(member: nn.Module, members: int, x: Input, run: Callable[[], Tensor
         return False
     if members * sum(p.nbytes for p in member.parameters()) > (MOST_KERNELS if convolutions else MOST_WEIGHTS):
         return False
-    with unmoved(member, x), torch.no_grad(), recording(member, (), work=True) as trace:
+    with preserve_state(member, x), torch.no_grad(), recording(member, (), work=True) as trace:
         run()
     return trace.nbytes * members <= (MOST_MAPS if gains_channels_last(member) else MOST_BYTES)

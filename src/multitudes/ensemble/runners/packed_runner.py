@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from multitudes.ensemble.packing import PackedNetwork
 from multitudes.ensemble.runners.template import CannotStack, Template
 from multitudes.networks.calls import Input
-from multitudes.networks.stochastic import attached
+from multitudes.networks.stochastic import attached_layers
 
 
 class PackedRunner:
@@ -40,7 +40,7 @@ class PackedRunner:
         mode = self.networks.training
         if mode in self.packed and self.packed[mode][0].current():
             return False
-        if any(map(attached, self.networks.modules())):
+        if any(map(attached_layers, self.networks.modules())):
             raise CannotStack("a layer makes the draws of a whole network, once per member")
         template = Template(self.networks)
         self.packed[mode] = template, PackedNetwork(template.network, template.members)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.ensemble.member_layer import member_layers
-from multitudes.networks.calls import Input, InputError, mapped, tensors_in, tile
+from multitudes.networks.calls import Input, InputError, map_tensors, tensors_in, tile
 from multitudes.networks.stochastic import as_member, stochastic_layers
-from multitudes.networks.trace import attributes_restored, writing_modules
+from multitudes.networks.trace import preserve_attributes, writing_modules
 from multitudes.networks.versions import Versions
 from multitudes.networks.views import Views, may_write, run, view
 from multitudes.networks.vmap import LazyVmap
@@ -68,7 +68,7 @@ class SideBySide:
                 has_rows = tensor.shape[:1] == (rows,)
                 return members.own(tensor.unflatten(0, (self.members, -1))) if has_rows else tensor
 
-            return self._run(network, vmap, mapped(own, x))
+            return self._run(network, vmap, map_tensors(own, x))
 
     def _run(self, network: nn.Module, vmap: LazyVmap, x: Input) -> Tensor:
         writing = writing_modules(network)
@@ -77,7 +77,7 @@ class SideBySide:
         if vmap.members is not None:
             own_numbers = as_member(network, vmap.members.own(torch.arange(self.members)), self.members)
         try:
-            with own_numbers, attributes_restored(writing) as written:
+            with own_numbers, preserve_attributes(writing) as written:
                 predictions = vmap.whole(run(network, x, vmap=vmap))
         finally:
             for module, own in buffers:

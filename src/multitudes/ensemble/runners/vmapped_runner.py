@@ -9,8 +9,8 @@ from torch.func import functional_call
 from multitudes.ensemble.runners.template import Template
 from multitudes.networks.calls import Input, InputError, prediction_in, split_call
 from multitudes.networks.stochastic import as_member
-from multitudes.networks.trace import attributes_restored, writing_modules
-from multitudes.networks.vmap import at_once
+from multitudes.networks.trace import preserve_attributes, writing_modules
+from multitudes.networks.vmap import vmap_level
 
 
 class VmappedRunner:
@@ -49,12 +49,12 @@ class VmappedRunner:
     def _run(self, template: Template, tensors: dict[str, Tensor], x: Input) -> tuple[Tensor, dict[str, Tensor]]:
         network, count = template.network, template.members
         args, kwargs = split_call(network, x)
-        with at_once(count) as members:
+        with vmap_level(count) as members:
             given = {name: members.own(tensor) for name, tensor in tensors.items()}
             own = dict(given)
             with (
                 as_member(network, members.own(torch.arange(count)), count),
-                attributes_restored(writing_modules(network)) as written,
+                preserve_attributes(writing_modules(network)) as written,
             ):
                 answer = functional_call(network, own, args, kwargs, tie_weights=False)
             predictions = members.whole(prediction_in(answer, network))

@@ -15,7 +15,7 @@ from multitudes.lab.data.sources import Source
 from multitudes.lab.data.tables.column_types import ColumnReading
 from multitudes.lab.data.tables.columns import Column, Encoded
 from multitudes.lab.data.tables.features import Feature
-from multitudes.networks.memory import free_bytes
+from multitudes.networks.devices import free_bytes
 
 Size = tuple[int, int]
 """Height and width."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multitudes.base.checks import check_count, check_seed
 from multitudes.lab.data.parts import Data, Part
-from multitudes.networks.memory import free_bytes
+from multitudes.networks.devices import free_bytes
 from multitudes.networks.seeds import mixed
 
 AUGMENTATIONS = ("standard", "crop")

@@ -23,7 +23,7 @@ from multitudes.lab.data.splits import PARTS, part_named
 from multitudes.lab.data.tables.columns import Column, from_arrow, from_cells, strip_cells
 from multitudes.lab.data.tables.numbers_and_dates import decimal_marks
 from multitudes.lab.data.tables.quick_csv import quick_columns
-from multitudes.networks.memory import free_bytes
+from multitudes.networks.devices import free_bytes
 
 IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 SOURCES = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from multitudes.ensemble.members import Members
 from multitudes.networks.calls import Input, call, plain_attention, tensors_in
 from multitudes.networks.copies import copied
-from multitudes.networks.memory import Meter
+from multitudes.networks.devices import Meter
 from multitudes.networks.stochastic import expecting
 from multitudes.networks.verification import rows_interact
 from multitudes.training.recorder import State, weights_of

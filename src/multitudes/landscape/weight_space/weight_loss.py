@@ -23,8 +23,8 @@ from multitudes.networks.calls import (
     call_with,
     evaluating,
     input_errors,
-    moved,
-    placed,
+    to_device,
+    under_all_names,
     plain_attention,
 )
 from multitudes.networks.seeds import mixed, seeded
@@ -139,13 +139,13 @@ class WeightLoss:
 
     def loss(self, number: int, weights: dict[str, Tensor]) -> Tensor:
         """Return the criterion on one batch with these weights; call it inside `ready`."""
-        x, y = moved(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
+        x, y = to_device(self.batches[number][0], self.device), self.batches[number][1].to(self.device)
         network, criterion = self.network, self.criterion or F.cross_entropy
         with input_errors(x):
             if not isinstance(network, Multitude):
                 return _scalar(criterion(call_with(network, weights, x), y))
             options: dict[str, Any] = {"draws": self.draws, "seed": mixed(self.seed, number)}
-            predictions = functional_call(network, placed(network, weights), (x,), options, tie_weights=False)
+            predictions = functional_call(network, under_all_names(network, weights), (x,), options, tie_weights=False)
             by_member = predictions.unflatten(0, (network.members, -1))
             losses = torch.stack([_scalar(criterion(network.reading.averaged(drawn), y)) for drawn in by_member])
             return losses.sum() if network.independent else losses.mean()

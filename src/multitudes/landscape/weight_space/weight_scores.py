@@ -13,7 +13,7 @@ from multitudes.base.checks import check_choice, check_count
 from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 from multitudes.landscape.weight_space.fused_weights import Fused, settings_at_once
-from multitudes.networks.calls import Input, call_with, input_errors, moved, plain_attention
+from multitudes.networks.calls import Input, call_with, input_errors, to_device, plain_attention
 from multitudes.networks.copies import copied
 from multitudes.networks.seeds import mixed, seeded
 from multitudes.networks.stochastic import Draw, drawing, expecting, stochastic_layers
@@ -150,7 +150,7 @@ class WeightScorer:
     def score_solutions(self, states: Sequence[State], noise: Noise | None = None) -> Scores:
         """Score solutions individually; from now on they are the references for agreement."""
         self.references = []
-        on_device = [moved(state, self.device) for state in states]
+        on_device = [to_device(state, self.device) for state in states]
         predictions = [[self._predict(state, x, noise) for x, _ in self.batches] for state in on_device]
         if self.classes:
             self.references = [[own.argmax(1) for own in by_batch] for by_batch in predictions]

@@ -23,7 +23,7 @@ from multitudes.networks.calls import (
     InputError,
     call,
     input_errors,
-    moved,
+    to_device,
     plain_attention,
     split_batch,
     weight_in,
@@ -41,7 +41,7 @@ from multitudes.training.batches import Batches
 
 def fits_noise(task: Task) -> bool:
     """Return whether the noise variance is fitted or given, not an output of the network."""
-    return not task.classes and not task.tells_noise
+    return not task.classes and not task.predicts_noise
 
 
 # -- the layer ---------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def rows_of(
                     raise ValueError("a Laplace posterior needs targets: pass (x, y), or batches of inputs and targets")
                 weight = weight_in(batch, y, "a batch")
                 weight = torch.ones(len(y)) if weight is None else weight
-                rows = observer.rows(moved(x, device), y.to(device), wide(weight.to(device)))
+                rows = observer.rows(to_device(x, device), y.to(device), wide(weight.to(device)))
             except ValueError as error:
                 raise ValueError(f"batch {index} of {argument}: {error}") from error
             if len(rows.phi):
@@ -155,7 +155,7 @@ class _Observer:
         numbers = self._numbers(x, outputs, prediction)
         phi = self.layer.rows(inputs).flatten(0, -2)
         own = wide(self.layer.last(outputs)).flatten(0, -2)
-        if self.task.tells_noise or self.task.class_axis is not None:
+        if self.task.predicts_noise or self.task.class_axis is not None:
             return self._grouped(phi, own, numbers, y, weight)
         weight = weight.view(-1, *[1] * (prediction.dim() - 1)).expand_as(prediction)
         rows = self._single(phi, own, numbers, y, weight)
@@ -177,7 +177,7 @@ class _Observer:
             check_clear(prediction[None], y)
         self.task.check_shape(prediction[None].shape)
         self.task.check_targets(prediction[None], y)
-        if self.task.tells_noise:
+        if self.task.predicts_noise:
             want = [len(prediction), *self.task.shown(prediction.shape[1:])]
             if list(y.shape) != want:
                 raise ValueError(f"y must have the means' shape {want}, got {list(y.shape)}")

@@ -200,7 +200,7 @@ def _output_curvatures(task: Task, rows: OutputRows) -> Tensor:
     """Return a softmax's probabilities, or else the weighted second derivatives of -log p in the outputs."""
     if task.class_axis is not None:
         return rows.outputs.softmax(1)
-    if task.tells_noise:
+    if task.predicts_noise:
         return rows.weight / split_gaussian(rows.outputs)[1]
     if not task.classes:
         return rows.weight
@@ -218,7 +218,7 @@ def log_likelihood(
 ) -> Tensor:
     """Return the log-likelihood of rows. With `variances`, average over Gaussian outputs of these variances."""
     if not task.classes:
-        mean, spread = split_gaussian(outputs) if task.tells_noise else (outputs, noise)
+        mean, spread = split_gaussian(outputs) if task.predicts_noise else (outputs, noise)
         assert spread is not None
         total = spread if variances is None else spread + variances
         logs = -0.5 * ((2 * math.pi * total).log() + (target - mean).square() / total)

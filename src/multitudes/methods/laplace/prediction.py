@@ -14,7 +14,7 @@ from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.methods.laplace.layers import LaplaceLayer, WithoutDraws
 from multitudes.networks.calls import Input, InputError
 from multitudes.networks.copies import copied
-from multitudes.networks.settings import holding
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import expecting, stochastic_layers
 from multitudes.tasks import Task
 
@@ -94,7 +94,7 @@ class Laplace(Multitude):
         return Members(networks, len(networks)).like(self)
 
     def _read(self, side: str, x: Input) -> Tensor:
-        with holding(_layers(self.network), "side", side):
+        with override_attribute(_layers(self.network), "side", side):
             return self._predictions(x)
 
     def draw_numbers(self, x: Input, numbers: range, seed: int | None, memory: str | float | None) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multitudes.networks.copies import copied
 from multitudes.networks.stochastic import Stochastic
-from multitudes.networks.verification import alike
+from multitudes.networks.verification import agree
 from multitudes.surgery.affine import SEVERAL, AffineMap, is_computed, kind_of, maps_of, run_with
 from multitudes.surgery.select import CONVOLUTIONS, plain_layer
 
@@ -404,4 +404,4 @@ def is_affine_norm(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         sums = output(a) + output(b), output({n: a[n] + b[n] for n in a}) + output({n: 0 * a[n] for n in a})
     except Exception:  # user code may raise anything: then it is not a known norm
         return False
-    return bool(sums[0].isfinite().all()) and alike(sums[0].float()[None], sums[1].float()[None])
+    return bool(sums[0].isfinite().all()) and agree(sums[0].float()[None], sums[1].float()[None])

@@ -23,7 +23,7 @@ from torch.func import functional_call, grad, vjp
 from multitudes.base.checks import check_choice, check_count, check_number
 from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.methods.variance.layers import VarianceLayer, variance_layers
-from multitudes.networks.calls import Input, call, plain_attention, prediction_in, rows, split_call, tensors_in
+from multitudes.networks.calls import Input, call, plain_attention, prediction_in, select_rows, split_call, tensors_in
 from multitudes.networks.copies import copied
 from multitudes.networks.seeds import seeded
 from multitudes.networks.stochastic import expecting
@@ -91,9 +91,9 @@ def kappa(
     kappas = {name: torch.zeros_like(layer.variance()) for name, layer in layers.items()}
     with seeded(seed), expecting(network), plain_attention(), torch.no_grad():
         if criterion is None and task is None and y.dim() > 1:
-            check_clear(call(network, rows(x, torch.arange(1))).unsqueeze(0), y[:1])
+            check_clear(call(network, select_rows(x, torch.arange(1))).unsqueeze(0), y[:1])
         for index in torch.arange(count, device=y.device).split(batch_size):
-            curvature = _Curvature(network, rows(x, index), y[index], criterion, chunk)
+            curvature = _Curvature(network, select_rows(x, index), y[index], criterion, chunk)
             for name, layer in layers.items():
                 second = curvature.exact(name) if method == "exact" else curvature.estimate(name, probes)
                 kappas[name] += layer.variance() * second

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from multitudes.networks.attention import Attention, dropped
+from multitudes.networks.attention import AttentionArguments, attend_with_dropout
 from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.trace import Trace, observing, recording
 from multitudes.surgery.narrowing.cuts import CannotNarrow, form_of, is_attention, scaled
@@ -92,7 +92,7 @@ class _Observed(TorchFunctionMode):
             return function(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             with self:
-                return dropped(lambda weights: weights, Attention(*args, **kwargs))
+                return attend_with_dropout(lambda weights: weights, AttentionArguments(*args, **kwargs))
         result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             tensors = tensors_in((*args, *kwargs.values()))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.networks.calls import Input, call
-from multitudes.networks.random_functions import STILL, Redrawn
-from multitudes.networks.settings import holding
+from multitudes.networks.random_functions import STILL, RandomFrom
+from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import expecting
-from multitudes.networks.trace import observing, unmoved
-from multitudes.networks.verification import alike, running_statistics
+from multitudes.networks.trace import observing, preserve_state
+from multitudes.networks.verification import agree, running_statistics
 from multitudes.surgery.narrowing.cuts import CannotNarrow, Cut, form_of
 from multitudes.surgery.narrowing.nan_watch import Along, holding_data
 from multitudes.surgery.observe import LayerInputs, run_replacing
@@ -81,12 +81,12 @@ def _trouble_in_training(network: nn.Module, example: Input) -> str:
     """Return the error of a run in training mode; "" if there is none."""
     try:
         with (
-            holding(network.modules(), "training", True),
+            override_attribute(network.modules(), "training", True),
             running_statistics(network),
             expecting(network),
-            unmoved(network, example),
+            preserve_state(network, example),
             torch.no_grad(),
-            Redrawn(STILL),
+            RandomFrom(STILL),
         ):
             call(network, example)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -97,7 +97,7 @@ def _trouble_in_training(network: nn.Module, example: Input) -> str:
 def _equal(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
-    return bool(other.isfinite().all()) and alike(one[None], other[None])
+    return bool(other.isfinite().all()) and agree(one[None], other[None])
 
 
 def _same_input(x: Tensor, expected: Tensor) -> bool:

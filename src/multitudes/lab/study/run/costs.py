@@ -26,7 +26,7 @@ from multitudes.files.save import load
 from multitudes.lab.study.run.store import Job, Run
 from multitudes.lab.study.spec.assignment import Assignment
 from multitudes.networks.copies import copied
-from multitudes.networks.memory import Meter
+from multitudes.networks.devices import Meter
 from multitudes.networks.seeds import seeded
 from multitudes.networks.trace import recording
 from multitudes.training.fit import fit
