@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multitudes.networks.calls import InputError, call
-from multitudes.networks.trace import Shape, Trace, FunctionCall, hooked, observing, record, recording
+from multitudes.networks.trace import FunctionCall, Shape, Trace, hooked, observing, record, recording
 from multitudes.networks.verification import rows_interact
 from tests.zoo.of_parts import Of
 

@@ -15,7 +15,7 @@ import multitudes as mt
 from multitudes.ensemble.runners.member_size import convolves
 from multitudes.ensemble.runners.selection import INDEPENDENT, Workload, runners_for
 from multitudes.networks import vmap as module
-from multitudes.networks.vmap import vmap_level, products
+from multitudes.networks.vmap import products, vmap_level
 
 # -- networks ----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.predictor import multitude_of
 from multitudes.evaluation.calibrate import Calibrated
 from multitudes.files.onnx_exporter import check_example
-from multitudes.networks.calls import Input, map_tensors, to_device, tensors_in
+from multitudes.networks.calls import Input, map_tensors, tensors_in, to_device
 from multitudes.networks.copies import copied
 from multitudes.networks.devices import device_in
 from multitudes.networks.stochastic import stochastic_layers

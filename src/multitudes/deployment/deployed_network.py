@@ -10,7 +10,7 @@ from torch import Tensor
 from multitudes.deployment.engines import Engine
 from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.calibrate import Calibration
-from multitudes.networks.calls import Input, InputError, input_errors, to_device, one_per_input, tensors_in
+from multitudes.networks.calls import Input, InputError, input_errors, one_per_input, tensors_in, to_device
 from multitudes.networks.devices import device_in
 from multitudes.tasks.predictive import Predictive
 

@@ -26,7 +26,9 @@ def check_repeatable(net: Multitude, example: Input, options: dict[str, Any]) ->
     if not first.is_floating_point() and not first.is_complex():
         raise ValueError(f"net must predict floating-point or complex numbers, got {first.dtype}")
     with suppress(Exception):  # the network may reject other numbers
-        net(map_tensors(lambda tensor: 1.5 * tensor + 0.1 if tensor.is_floating_point() else tensor, example), **options)
+        net(
+            map_tensors(lambda tensor: 1.5 * tensor + 0.1 if tensor.is_floating_point() else tensor, example), **options
+        )
     off = distance(net(example, **options), first)
     if off > 10 * rounding(first.dtype, first.device):
         raise ValueError(

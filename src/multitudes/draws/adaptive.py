@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multitudes.networks.calls import Input, InputError, select_rows, tensors_in, tensor_versions
+from multitudes.networks.calls import Input, InputError, select_rows, tensor_versions, tensors_in
 from multitudes.networks.stochastic import stochastic_layers
 from multitudes.networks.verification import rows_interact
 from multitudes.tasks.predictive import Predictive

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.networks.calls import Input, InputError, input_kind, tensors_in
-from multitudes.networks.dispatch import RandomUse
 from multitudes.networks.devices import Meter, OverBudget, free_bytes, in_bytes
+from multitudes.networks.dispatch import RandomUse
 from multitudes.networks.seeds import mixed, seeded, torch_generators
 from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import Draw, Stochastic, drawing, expecting
-from multitudes.networks.trace import Trace, recording, preserve_state
+from multitudes.networks.trace import Trace, preserve_state, recording
 from multitudes.networks.verification import FAILURES, Verdicts, difference
 from multitudes.networks.vmap import vmap_level
 

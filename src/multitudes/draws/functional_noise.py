@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multitudes.draws.frozen_noise import FrozenNoise, find_rows, rows_to_find, hash_numbers
+from multitudes.draws.frozen_noise import FrozenNoise, find_rows, hash_numbers, rows_to_find
 from multitudes.networks.calls import Input, InputError
 from multitudes.networks.random_functions import STILL, RandomFrom
 from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import Stochastic, expecting, stochastic_layers
-from multitudes.networks.trace import recording, preserve_state
+from multitudes.networks.trace import preserve_state, recording
 from multitudes.networks.verification import agree, running_statistics
 
 CHILD = "functional_noise"
@@ -211,7 +211,11 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
         with expecting(network):
             want = run()
         sources = [layer for layer in stochastic_layers(network) if isinstance(layer, FunctionalNoise)]
-        with expecting(network), override_attribute(sources, "expects", False), override_attribute(sources, "still", True):
+        with (
+            expecting(network),
+            override_attribute(sources, "expects", False),
+            override_attribute(sources, "still", True),
+        ):
             got = run()
     if not agree(got[None], want[None]):
         places = ", ".join(_place(network, name) for name in found)

@@ -15,8 +15,8 @@ from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.ensemble.runners.independent import RUNNERS, IndependentRunners
 from multitudes.networks.architecture import equal, of_one_architecture, own_parameters, share_frozen, shared_parameters
 from multitudes.networks.calls import Input, InputError, plain_attention
-from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.copies import copied
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.stochastic import stochastic_layers
 from multitudes.tasks import Criterion
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.draws.adaptive import predict_adaptively
-from multitudes.draws.engine import Draws, DrawRun, check_called
+from multitudes.draws.engine import DrawRun, Draws, check_called
 from multitudes.draws.functional_noise import find_noise, has_noise_to_find, has_noise_to_keep
 from multitudes.networks.calls import (
     Input,
@@ -26,18 +26,18 @@ from multitudes.networks.calls import (
     one_thread,
     plain_attention,
     raise_about,
-    tensors_in,
     tensor_versions,
+    tensors_in,
     with_output,
 )
-from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.copies import copied, share_registries
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.seeds import seeded
 from multitudes.networks.stochastic import expecting, stochastic_layers
 from multitudes.networks.trace import preserve_state
 from multitudes.tasks import Criterion
-from multitudes.tasks.task_network import TaskNetwork, member_losses
 from multitudes.tasks.predictive import Predictive
+from multitudes.tasks.task_network import TaskNetwork, member_losses
 
 REACH = "(reach)"
 """The key of the note about the share of the network that a method reaches."""

@@ -21,11 +21,11 @@ from multitudes.ensemble.runners.selection import SHARED, Workload, runners_for
 from multitudes.ensemble.runners.side_by_side import SideBySide, Tiled
 from multitudes.networks.calls import Input, InputError, input_errors, tensors_in, tile, verdict_key
 from multitudes.networks.calls import rows as some_rows
-from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.copies import copied, share_hooks
+from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.settings import computing_hooks
 from multitudes.networks.stochastic import Stochastic
-from multitudes.networks.trace import Shape, recording, preserve_state
+from multitudes.networks.trace import Shape, preserve_state, recording
 from multitudes.networks.verification import (
     FAILURES,
     Verdicts,

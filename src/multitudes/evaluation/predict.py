@@ -13,7 +13,7 @@ from multitudes.base.checks import check_count
 from multitudes.base.progress import ProgressBar
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.predictor import Predictor, predicted, predictor
-from multitudes.networks.calls import Input, evaluating, input_errors, to_device, split_batch
+from multitudes.networks.calls import Input, evaluating, input_errors, split_batch, to_device
 from multitudes.networks.verification import rows_interact
 from multitudes.tasks.predictive import Predictive
 from multitudes.training.batches import ROWS, Batches

@@ -29,7 +29,7 @@ from multitudes.files.onnx_exporter import (
     tensor_names,
 )
 from multitudes.files.save import check_path
-from multitudes.networks.calls import Input, to_device, plain_attention, select_rows, tensors_in, tile
+from multitudes.networks.calls import Input, plain_attention, select_rows, tensors_in, tile, to_device
 from multitudes.networks.copies import copied
 from multitudes.tasks.predictive import Predictive
 

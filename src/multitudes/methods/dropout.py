@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from multitudes.base.checks import check_number
-from multitudes.draws.functional_noise import mark_noise_to_keep, has_noise_to_keep
+from multitudes.draws.functional_noise import has_noise_to_keep, mark_noise_to_keep
 from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.packing.quick_dropout import QuickDropout
 from multitudes.methods.registry import Method, Settings, by
@@ -266,7 +266,9 @@ def _check_something_drawn(net: Multitude, existing: dict[str, Any], p: float | 
         return
     if existing:
         raise ValueError("p must be given, since the model's dropout layers have rate 0")
-    look = "; pass one batch of inputs as example= to find dropout in its code" if has_noise_to_keep(net.network) else ""
+    look = (
+        "; pass one batch of inputs as example= to find dropout in its code" if has_noise_to_keep(net.network) else ""
+    )
     raise ValueError(
         f"model ({type(net.network).__name__}) has no dropout layer to keep on; layers= selects where to insert some: "
         f"{', '.join(map(repr, PLACES))}, or any of its layers{look}"

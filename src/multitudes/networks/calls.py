@@ -81,7 +81,9 @@ def under_all_names(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str
 def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
     """Run a network with some of its tensors replaced, by name, and return its prediction."""
     args, kwargs = split_call(network, x)
-    return prediction_in(functional_call(network, under_all_names(network, state), args, kwargs, tie_weights=False), network)
+    return prediction_in(
+        functional_call(network, under_all_names(network, state), args, kwargs, tie_weights=False), network
+    )
 
 
 OUTPUT = "multitudes_output"

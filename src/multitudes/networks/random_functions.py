@@ -118,7 +118,9 @@ def _dropped_shape(function: Any, input: Tensor) -> tuple[int, ...]:
 
 def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
     given = AttentionArguments(*args, **kwargs)
-    return attend_with_dropout(partial(_dropped, source, p=given.dropout_p), given) if given.dropout_p else NotImplemented
+    return (
+        attend_with_dropout(partial(_dropped, source, p=given.dropout_p), given) if given.dropout_p else NotImplemented
+    )
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:

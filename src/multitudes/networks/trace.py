@@ -423,7 +423,9 @@ def preserve_attributes(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
         for path, module, before in modules:
             now = _attributes(module)
             written |= {(path, key) for key in now.keys() ^ before.keys()}
-            written |= {(path, key) for key in now.keys() & before.keys() if not same_objects(now[key], contents[path, key])}
+            written |= {
+                (path, key) for key in now.keys() & before.keys() if not same_objects(now[key], contents[path, key])
+            }
             for key in now.keys() - before.keys():
                 del vars(module)[key]
             for key, value in before.items():

@@ -26,7 +26,7 @@ from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.random_functions import STILL, RandomFrom
 from multitudes.networks.settings import override_attribute
 from multitudes.networks.stochastic import expecting
-from multitudes.networks.trace import Call, recording, preserve_state, preserve_writes
+from multitudes.networks.trace import Call, preserve_state, preserve_writes, recording
 
 Runner = Callable[[Any], Tensor]
 """A way to run a network, from an input to predictions `[S, B, ...]`."""

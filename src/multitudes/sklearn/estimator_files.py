@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from multitudes.base.archives import tensors_of_part, join_parts, read_tensors, write_tensors
+from multitudes.base.archives import join_parts, read_tensors, tensors_of_part, write_tensors
 from multitudes.base.sealed_files import DamagedError
 from multitudes.ensemble.multitude import Multitude
 from multitudes.evaluation.conformal import Conformal, ConformalScore

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multitudes.base.checks import check_number
-from multitudes.tasks.criteria import at_least_float32, reduced, expand_weight
+from multitudes.tasks.criteria import at_least_float32, expand_weight, reduced
 from multitudes.tasks.regression import ValueTask
 
 VARIANCE_FLOOR = 1e-6  # added to every predicted variance, so that likelihoods stay finite

@@ -16,8 +16,8 @@ from multitudes.networks.calls import InputError
 from multitudes.tasks.criteria import (
     Criterion,
     at_least_float32,
-    setting_of,
     expand_weight,
+    setting_of,
     target_losses,
     unwrap,
     weighted_by_row,

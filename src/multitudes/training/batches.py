@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from multitudes.networks.calls import Input, to_device, split_batch
+from multitudes.networks.calls import Input, split_batch, to_device
 
 ROWS = 256
 """Maximum rows of a tensor per batch."""

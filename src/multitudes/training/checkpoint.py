@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from multitudes.base.archives import tensors_of_part, join_parts, read_tensors, write_tensors
+from multitudes.base.archives import join_parts, read_tensors, tensors_of_part, write_tensors
 from multitudes.base.checks import needed
 from multitudes.base.sealed_files import DamagedError
 from multitudes.networks.devices import device_in

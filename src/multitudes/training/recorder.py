@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multitudes.base.archives import tensors_of_part, join_parts, read_tensors, write_tensors
+from multitudes.base.archives import join_parts, read_tensors, tensors_of_part, write_tensors
 from multitudes.base.checks import check_count, needed
 from multitudes.base.sealed_files import DamagedError
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from multitudes.base.progress import ProgressBar
 from multitudes.ensemble.members import Members
-from multitudes.networks.calls import Input, to_device, split_batch, tensors_in, weight_in
+from multitudes.networks.calls import Input, split_batch, tensors_in, to_device, weight_in
 from multitudes.networks.devices import device_in
 from multitudes.networks.settings import override_attribute
 from multitudes.networks.trace import hooked

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from multitudes.ensemble.packing.packed_network import gains_channels_last
 from multitudes.networks.calls import Input, tensors_in
 from multitudes.networks.stochastic import stochastic_layers
-from multitudes.networks.trace import recording, preserve_state
+from multitudes.networks.trace import preserve_state, recording
 from multitudes.networks.versions import hooked_module
 
 MANY = 8

@@ -23,9 +23,9 @@ from multitudes.networks.calls import (
     call_with,
     evaluating,
     input_errors,
+    plain_attention,
     to_device,
     under_all_names,
-    plain_attention,
 )
 from multitudes.networks.seeds import mixed, seeded
 from multitudes.networks.stochastic import expecting

@@ -13,7 +13,7 @@ from multitudes.base.checks import check_choice, check_count
 from multitudes.ensemble.multitude import Multitude, plain
 from multitudes.landscape.targets import count_targets, task_and_criterion, with_targets
 from multitudes.landscape.weight_space.fused_weights import Fused, settings_at_once
-from multitudes.networks.calls import Input, call_with, input_errors, to_device, plain_attention
+from multitudes.networks.calls import Input, call_with, input_errors, plain_attention, to_device
 from multitudes.networks.copies import copied
 from multitudes.networks.seeds import mixed, seeded
 from multitudes.networks.stochastic import Draw, drawing, expecting, stochastic_layers

@@ -30,8 +30,7 @@ from multitudes.methods.laplace.output_rows import fits_noise, layer_label, outp
 from multitudes.methods.laplace.posterior import posterior_of
 from multitudes.methods.laplace.prediction import Laplace, LaplaceMembers, approximations
 from multitudes.methods.registry import Method, Settings, single
-from multitudes.networks.devices import device_in
-from multitudes.networks.devices import free_bytes, in_bytes
+from multitudes.networks.devices import device_in, free_bytes, in_bytes
 from multitudes.surgery.select import Selector, check_model, replace
 from multitudes.tasks import Task, task_of
 from multitudes.training.batches import Batches

@@ -23,9 +23,9 @@ from multitudes.networks.calls import (
     InputError,
     call,
     input_errors,
-    to_device,
     plain_attention,
     split_batch,
+    to_device,
     weight_in,
 )
 from multitudes.networks.devices import device_in
