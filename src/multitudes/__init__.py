@@ -1,9 +1,9 @@
-"""Multitudes: any PyTorch network becomes one that answers with many predictions.
+"""Multitudes: turn any PyTorch network into one that returns many predictions.
 
 import multitudes as mt
 
 net = mt.packed(model, members=4, alpha=2)   # a multitude: [B, ...] -> [S, B, ...]
-loss = net.loss(x, y)                        # the method's own objective
+loss = net.loss(x, y)                        # the method's training loss
 p = net.predict(x)                           # p.probs, p.confidence, p.entropy, p.mutual_information
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from multitudes.base.lazy import lazy_names
 
-if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
+if TYPE_CHECKING:  # the names of `HOMES`, for type checkers
     from multitudes import landscape, layers, metrics, models, shift
     from multitudes.deployment.deploy import deploy
     from multitudes.ensemble.members import Members, fuse
@@ -51,57 +51,13 @@ if TYPE_CHECKING:  # as `HOMES` says below, for those who read types
     from multitudes.training.recorder import Recorder
 
 __all__ = [
-    "Calibrated",
-    "Evaluation",
-    "Members",
-    "Multitude",
-    "Predictive",
-    "Recorder",
-    "Stochastic",
-    "batch_ensemble",
-    "calibrate",
-    "check",
-    "cyclic_lr",
-    "cyclic_sgmcmc",
-    "data",
-    "deep_ensemble",
-    "deploy",
-    "drop_connect",
-    "evaluate",
-    "explain",
-    "family",
-    "fit",
-    "freeze",
-    "fuse",
-    "gaussian_nll",
-    "head",
-    "heads",
-    "landscape",
-    "laplace",
-    "layers",
-    "load",
-    "lora",
-    "masksembles",
-    "mc_dropout",
-    "metrics",
-    "mimo",
-    "models",
-    "narrow",
-    "packed",
-    "patched",
-    "predict",
-    "save",
-    "shift",
-    "smooth",
-    "snapshots",
-    "subspace",
-    "swa",
-    "swag",
-    "tabm",
-    "temporal",
-    "to_onnx",
-    "variance",
-]
+    "Calibrated", "Evaluation", "Members", "Multitude", "Predictive", "Recorder", "Stochastic", "batch_ensemble",
+    "calibrate", "check", "cyclic_lr", "cyclic_sgmcmc", "data", "deep_ensemble", "deploy", "drop_connect",
+    "evaluate", "explain", "family", "fit", "freeze", "fuse", "gaussian_nll", "head", "heads", "landscape",
+    "laplace", "layers", "load", "lora", "masksembles", "mc_dropout", "metrics", "mimo", "models", "narrow",
+    "packed", "patched", "predict", "save", "shift", "smooth", "snapshots", "subspace", "swa", "swag", "tabm",
+    "temporal", "to_onnx", "variance",
+]  # fmt: skip
 
 ROOMS = (
     *("base", "networks", "tasks", "draws", "ensemble", "surgery", "training", "methods", "layers", "models"),

@@ -1,4 +1,4 @@
-"""`python -m multitudes`, which is the command `multitudes`."""
+"""The command `multitudes`, also `python -m multitudes`."""
 
 import signal
 
@@ -6,7 +6,7 @@ import signal
 def main() -> None:
     """Run the program."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it is imported, Ctrl-C ends it without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     from multitudes.lab.cli import main as run
 
     run()

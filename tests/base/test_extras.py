@@ -1,4 +1,4 @@
-"""The extras that errors tell users to install."""
+"""The extras named in errors exist."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Sealed files: any change of any byte is noticed, and a file is read once."""
+"""Sealed files: any changed byte is detected, and unchanged files are hashed once."""
 
 from __future__ import annotations
 
-import json
 import time
 import zipfile
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import multitudes as mt
 from multitudes.base import sealed_files as files
@@ -35,7 +33,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_other_byte_and_any_other_length_is_noticed(kind: str, tmp_path: Path) -> None:
+def test_any_changed_byte_or_length_is_detected(kind: str, tmp_path: Path) -> None:
     write, read = KINDS[kind]
     path = tmp_path / "file"
     write(path)
@@ -57,7 +55,7 @@ def test_any_other_byte_and_any_other_length_is_noticed(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_content_is_the_same_file(kind: str, tmp_path: Path) -> None:
+def test_equal_content_gives_equal_files(kind: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         KINDS[kind][0](tmp_path / name / "file")
@@ -65,9 +63,9 @@ def test_the_same_content_is_the_same_file(kind: str, tmp_path: Path) -> None:
     assert check_seal(tmp_path / "one" / "file") == check_seal(tmp_path / "two" / "file")
 
 
-def test_a_table_in_the_place_of_another_is_noticed(tmp_path: Path) -> None:
+def test_a_table_under_another_name_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "data.json", {"a": 1}).rename(tmp_path / "metrics.json")
-    with pytest.raises(DamagedError, match=r"metrics\.json' is damaged: it is another file"):
+    with pytest.raises(DamagedError, match=r"metrics\.json' is damaged: it is a different file"):
         read_json(tmp_path / "metrics.json")
 
 
@@ -88,27 +86,23 @@ def test_a_file_is_hashed_once_unless_it_changes(tmp_path: Path, monkeypatch: py
         check_seal(path)
 
 
-def test_an_archive_that_claims_more_than_it_holds_is_refused(tmp_path: Path) -> None:
-    """As a header of a few bytes can claim, for which NumPy would reserve the memory first."""
+def test_an_archive_that_claims_or_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    for shape in ((10**15,), (10**9,), (10**30,)):
+    for shape in ((10**15,), (10**9,), (10**30,)):  # a header of a few bytes, for which NumPy would reserve memory
         with zipfile.ZipFile(path, "w") as archive, archive.open("x.npy", "w") as file:
             np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
         with pytest.raises(DamagedError, match="a.npz' is damaged: "):
             read_archive(path, 1e9)
-
-
-def test_an_archive_that_unpacks_to_more_than_the_memory_is_refused(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1_000_000))
-    with pytest.raises(DamagedError, match="it unpacks to 0 GiB, more than the memory here"):
-        read_archive(tmp_path / "a.npz", 1e6)
-    assert len(read_archive(tmp_path / "a.npz", 1e7)["x"]) == 1_000_000
+    np.savez_compressed(path, x=np.zeros(100_000))
+    with pytest.raises(DamagedError, match="it unpacks to 0 GiB"):
+        read_archive(path, 1e5)
+    assert len(read_archive(path, 1e6)["x"]) == 100_000
 
 
 # -- what users write --------------------------------------------------------------------------------------
 
 
-def test_a_saved_network_with_other_bytes_is_not_loaded(tmp_path: Path) -> None:
+def test_a_changed_network_file_is_not_loaded(tmp_path: Path) -> None:
     path = mt.save(mt.deep_ensemble(torch.nn.Linear(3, 2), 2), tmp_path / "net.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-4] + b"\0\0\0\0")
@@ -116,16 +110,7 @@ def test_a_saved_network_with_other_bytes_is_not_loaded(tmp_path: Path) -> None:
         mt.load(path)
 
 
-def test_a_network_in_a_file_without_a_checksum_is_not_loaded(tmp_path: Path) -> None:
-    net = mt.deep_ensemble(torch.nn.Linear(3, 2), 2)
-    tensors, header = read_tensors(mt.save(net, tmp_path / "new.safetensors"), "multitudes", "a test")
-    for number in (3, 4, 5):
-        save_file(tensors, tmp_path / "old.safetensors", {"multitudes": json.dumps({**header, "format": number})})
-        with pytest.raises(ValueError, match="it has no checksum"):
-            mt.load(tmp_path / "old.safetensors")
-
-
-def test_a_damaged_checkpoint_or_one_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_or_unrelated_checkpoint_is_refused(tmp_path: Path) -> None:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     path = tmp_path / "checkpoint.safetensors"
@@ -146,7 +131,7 @@ def recording(folder: Path, of: str = "", weights: tuple[float, ...] = (1.0, 2.0
     return net
 
 
-def test_a_recording_that_lacks_a_file_or_has_another_ones_is_refused(tmp_path: Path) -> None:
+def test_a_recording_with_a_missing_or_unrelated_file_is_refused(tmp_path: Path) -> None:
     net = recording(tmp_path / "a")
     assert Recorder(net, keep=2, folder=tmp_path / "a", resume=True).count == 3
     with pytest.raises(DamagedError, match="it belongs to another recording"):

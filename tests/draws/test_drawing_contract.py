@@ -1,4 +1,4 @@
-"""What every method that draws must show beside the contract of all methods, on every kind of network."""
+"""The contract of stochastic methods, on every kind of network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ learning = pytest.mark.parametrize(("method", "network"), LEARNING_CASES)
 
 
 @contract
-def test_a_seed_repeats_the_draws_and_leaves_torchs_state_alone(method: str, network: str) -> None:
+def test_a_seed_repeats_the_draws_and_keeps_torchs_state(method: str, network: str) -> None:
     net, (x, _) = build(method, network).eval(), NETWORKS[network].batch()
     state = torch.get_rng_state()
     expected, drawn = net(x, draws=0), net(x, draws=3, seed=1)

@@ -201,8 +201,8 @@ RELU, TANH = (nn.Sequential(nn.Linear(2, 2), activation) for activation in (nn.R
         ([nn.Linear(2, 2), nn.Linear(2, 2).double()], "float64"),
         ([nn.Linear(2, 2), "net"], "nn.Module"),
         ([nn.LazyLinear(2), nn.LazyLinear(2)], "has no shape yet"),
-        ([RELU, TANH], r"networks\[1\] and networks\[0\] differ in module '1': class is Tanh against ReLU"),
-        ([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1, stride=2)], r"stride is \(2, 2\) against \(1, 1\)"),
+        ([RELU, TANH], r"networks\[1\] and networks\[0\] differ in module '1': class is Tanh and ReLU"),
+        ([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1, stride=2)], r"stride is \(2, 2\) and \(1, 1\)"),
     ],
 )
 def test_networks_that_differ_cannot_be_fused(networks: list[nn.Module], sentence: str) -> None:

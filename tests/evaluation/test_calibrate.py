@@ -277,7 +277,7 @@ def test_calibrations_refuse_predictions_of_another_kind():
         fit_calibration(p, y, members=3)
     one, unscored = fit_calibration(p, y, conformal=None)(p), fit_calibration(p, y, scaling=None)(p)
     for other in (p, fit_calibration(p, y.flip(0), conformal=None)(p), unscored):
-        with raises("parts must have the same calibration, or none, got predictions that differ in it"):
+        with raises("parts must have the same calibration or none, got different ones"):
             Predictive.concat([one, other])
     for predictions in (p, one):
         with raises("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first"):

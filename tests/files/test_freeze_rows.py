@@ -171,7 +171,7 @@ def sequence_first() -> nn.Module:
 
 def test_a_member_without_a_batch_does_not_guess_its_batch_axis() -> None:
     frozen = mt.freeze(mt.mc_dropout(recurrent("lstm", 1), example=X).eval(), 2)
-    with pytest.raises(ValueError, match="does not know yet which axis is the batch's: call the frozen multitude once"):
+    with pytest.raises(ValueError, match="the batch axis of a frozen .* is unknown .*: call the frozen multitude once"):
         frozen.member(0)(X)
     frozen(X)
     assert frozen.member(0)(X).shape == (5, 3)
@@ -196,7 +196,9 @@ def test_one_layer_for_rows_along_two_axes_is_refused() -> None:
 
     frozen = mt.freeze(mt.mc_dropout(Of(forward, layer=nn.Dropout(0.5)), example=X).eval(), 2)
     for _ in range(2):
-        with pytest.raises(ValueError, match="layer 'layer' .* along axis 0 and along axis 1.*a layer of its own"):
+        with pytest.raises(
+            ValueError, match="layer 'layer' .* batch axis 0 and with batch axis 1: use a separate layer"
+        ):
             frozen(X)
 
 

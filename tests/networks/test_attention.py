@@ -1,4 +1,4 @@
-"""Attention by its math kernel, in one thread: what `sdpa_kernel` gives, which switches kernels for all threads."""
+"""Attention by the math kernel, in one thread only, compared with `sdpa_kernel`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def attended(mask: str, grouped: bool, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_it_computes_what_the_math_kernel_computes(
-    mask: str, grouped: bool, dtype: torch.dtype, autocast: bool
-) -> None:
+def test_results_are_those_of_the_math_kernel(mask: str, grouped: bool, dtype: torch.dtype, autocast: bool) -> None:
     with torch.autocast("cpu", enabled=autocast):
         with sdpa_kernel(SDPBackend.MATH):
             want = attended(mask, grouped, dtype)
@@ -45,13 +43,13 @@ def test_it_computes_what_the_math_kernel_computes(
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_kernels_stay_as_they_are() -> None:
+def test_kernels_stay_enabled() -> None:
     with math_attention():
         assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_whole_attention_runs_under_vmap_and_draws_what_it_draws(need_weights: bool) -> None:
+def test_multi_head_attention_runs_under_vmap_with_the_same_dropout(need_weights: bool) -> None:
     layer = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
 
     def run(x: Tensor) -> Any:
@@ -63,20 +61,14 @@ def test_whole_attention_runs_under_vmap_and_draws_what_it_draws(need_weights: b
     want = layer(x[0], x[0], x[0])[0]  # with weights, for which torch has no fused kernel
     torch.manual_seed(1)
     torch.testing.assert_close(run(x[0]), want)
+    with RandomFrom(STILL):  # another mode draws the numbers of its dropout
+        still = run(x[0])
     layer.eval()
+    torch.testing.assert_close(still, run(x[0]))
     torch.testing.assert_close(torch.vmap(run)(x), torch.stack([layer(each, each, each)[0] for each in x]))
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_another_mode_draws_the_numbers_of_its_dropout(need_weights: bool) -> None:
-    layer = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
-    x = torch.randn(3, 5, 8)
-    with RandomFrom(STILL), math_attention():
-        still = layer(x, x, x, need_weights=need_weights)[0]
-    torch.testing.assert_close(still, layer.eval()(x, x, x)[0])
-
-
-def test_second_derivatives() -> None:
+def test_second_derivatives_are_right() -> None:
     x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     with math_attention():
         assert torch.autograd.gradgradcheck(lambda x: F.scaled_dot_product_attention(x, x, x), x)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing runs layers again in the backward pass, when the multitude's forward is over."""
+"""Gradient checkpointing, which runs layers again after the multitude's forward."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import multitudes as mt
+from tests.zoo.of_parts import Of
 from tests.zoo.shared_cases import bert, gpt2, tokens
 
 
@@ -44,35 +45,35 @@ class Blocks(nn.Module):
         return self.last(h)
 
 
-class Again(nn.Module):
-    """A block that checkpoints a part of itself."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.last = nn.Linear(4, 6), nn.Sequential(Blocks(reentrant))
-        self.last[0].first = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.body(x)))
+def within(reentrant: bool | None) -> nn.Module:
+    """A layer, and blocks that checkpoint parts of themselves."""
+    blocks = Blocks(reentrant)
+    blocks.first = nn.Linear(6, 6)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Sequential(blocks))
 
 
 CASES: dict[str, tuple[Callable[[bool | None], nn.Module], Callable[..., Any]]] = {
     "from the first layer on": (Blocks, functools.partial(mt.batch_ensemble, members=3)),
     "from a block on": (Blocks, functools.partial(mt.batch_ensemble, members=3, layers=["blocks.1.inner"])),
     "adapters": (Blocks, functools.partial(mt.lora, members=3, rank=2, layers=["blocks.2.out"])),
-    "a block of each member's own": (Again, functools.partial(mt.heads, members=3, layers=["last"])),
+    "a block of each member's own": (within, functools.partial(mt.heads, members=3, layers=["2"])),
     "one by one": (functools.partial(Blocks, mixes=True), functools.partial(mt.batch_ensemble, members=3)),
 }
 
 
-@pytest.mark.parametrize("mode", ["training", "evaluation"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    ("case", "reentrant", "mode"),
+    [
+        pytest.param(case, reentrant, mode, marks=[pytest.mark.slow] * ((number + reentrant + other) % 2))
+        for number, case in enumerate(CASES)
+        for reentrant in (True, False)
+        for other, mode in enumerate(("training", "evaluation"))
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Cannot batch the members")
-def test_gradients_are_those_without_checkpointing(case: str, reentrant: bool, mode: str) -> None:
+def test_checkpointing_does_not_change_gradients(case: str, reentrant: bool, mode: str) -> None:
     model, method = CASES[case]
-    sizes = (7, 4, 1, 7)  # some of them are forgotten before their backward pass, unless each call keeps its own
+    sizes = (5, 1, 5)  # some of them are forgotten before their backward pass, unless each call keeps its own
     gradients = []
     for how in (None, reentrant):
         net = method(model(how), seed=0, task="classification").train(mode == "training")
@@ -97,11 +98,20 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", ["shared", "own"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("method", list(METHODS))
-@pytest.mark.parametrize("model", [bert, pytest.param(gpt2, marks=pytest.mark.slow)])
-def test_a_hugging_face_model_with_checkpointing_learns_the_same(
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("model", [bert, gpt2])
+@pytest.mark.parametrize(
+    ("method", "reentrant", "rows"),
+    [
+        ("batch_ensemble", True, "own"),
+        ("masksembles", False, "shared"),
+        ("heads", False, "own"),
+        ("lora", True, "shared"),
+        ("batch_ensemble", False, "shared"),
+        ("lora", False, "own"),
+    ],
+)
+def test_checkpointing_does_not_change_gradients_of_hugging_face_models(
     model: Callable[[], Any], method: str, reentrant: bool, rows: str
 ) -> None:
     x, y = tokens(4), torch.tensor([0, 1, 2, 1])
@@ -119,7 +129,7 @@ def test_a_hugging_face_model_with_checkpointing_learns_the_same(
 
 
 @pytest.mark.parametrize("members", [1, 3])
-def test_a_layer_that_would_not_learn_is_an_error(members: int) -> None:
+def test_a_layer_without_gradients_is_an_error(members: int) -> None:
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     net = mt.lora(Blocks(reentrant=True), members, 2, layers=["blocks.0.out"], seed=0, task="classification").train()
     with pytest.raises(ValueError, match=r"layer 'blocks.0.out' \(Linear\) would not learn: .*use_reentrant=False"):
@@ -131,27 +141,19 @@ def test_a_layer_that_would_not_learn_is_an_error(members: int) -> None:
     assert late.get_submodule("blocks.0.out").B.grad.abs().sum() > 0
 
 
-def test_a_layer_behind_an_object_that_is_no_module_is_an_error() -> None:
+def test_a_layer_called_through_another_object_is_an_error() -> None:
     class Holder:
         def __init__(self, module: nn.Module) -> None:
             self.module = module
 
-    class Hides(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
-            self.last = nn.Linear(6, 3)
-            self.holder = Holder(self.body)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.holder.module(x))
-
-    net = mt.batch_ensemble(Hides(), 2, seed=0).eval()
+    body = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    hides = Of(lambda net, x: net.last(net.holder.module(x)), body=body, last=nn.Linear(6, 3), holder=Holder(body))
+    net = mt.batch_ensemble(hides, 2, seed=0).eval()
     with pytest.raises(ValueError, match=r"layer 'body.0' \(Linear\) is called through an object that is not a module"):
         net(torch.randn(4, 4, 4))
 
 
-def test_nothing_in_torch_is_replaced_meanwhile() -> None:
+def test_torch_is_not_patched_while_a_network_runs() -> None:
     module: Any = torch.utils.checkpoint
     before = dict(vars(module))
     seen = []

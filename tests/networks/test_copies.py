@@ -1,7 +1,8 @@
-"""Copies of networks that hold functions, which Python's own copy leaves bound to the network that was copied."""
+"""Copies of networks with functions in attributes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,56 +10,46 @@ import torch
 from torch import Tensor, nn
 
 import multitudes as mt
+from tests.zoo.of_parts import Of
 
 
-class ByLambda(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-        self.function: Any = lambda x: self.fc(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+def by_lambda(net: Any) -> None:
+    net.function = lambda net, x: net.call(x)
+    net.call = lambda x: net.fc(x)
 
 
-class ByFunctionInADict(ByLambda):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = self.fc
+def by_function_in_a_dict(net: Any) -> None:
+    layer = net.fc
 
-        def inner(x: Tensor) -> Tensor:
-            return layer(x)
+    def inner(x: Tensor) -> Tensor:
+        return layer(x)
 
-        self.functions = {"inner": [lambda x: inner(x)]}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.functions["inner"][0](x)
+    net.functions = {"inner": [lambda x: inner(x)]}
+    net.function = lambda net, x: net.functions["inner"][0](x)
 
 
-class ByForward(ByLambda):
-    def __init__(self) -> None:
-        super().__init__()
-        forward = self.forward
-        self.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
+def by_forward(net: Any) -> None:
+    net.function = lambda net, x: net.fc(x)
+    forward = net.forward
+    net.forward = lambda x: 2 * forward(x)
 
 
-class ByHook(ByLambda):
-    def __init__(self) -> None:
-        super().__init__()
-        self.identity = nn.Identity()
-        self.identity.register_forward_hook(lambda module, args, output: self.fc(output))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.identity(x)
+def by_hook(net: Any) -> None:
+    net.function = lambda net, x: net.identity(x)
+    net.identity = nn.Identity()
+    net.identity.register_forward_hook(lambda module, args, output: net.fc(output))
 
 
-@pytest.mark.parametrize("kind", [ByLambda, ByFunctionInADict, ByForward, ByHook])
-def test_functions_of_a_network_run_the_copy_that_holds_them(kind: type[ByLambda]) -> None:
-    model = kind()
-    factor = 2 if kind is ByForward else 1
+def network(change: Callable[[Any], None]) -> Any:
+    net = Of(lambda net, x: x, fc=nn.Linear(4, 3))
+    change(net)
+    return net
+
+
+@pytest.mark.parametrize("change", [by_lambda, by_function_in_a_dict, by_forward, by_hook])
+def test_functions_in_attributes_use_the_copied_layers(change: Callable[[Any], None]) -> None:
+    model = network(change)
+    factor = 2 if change is by_forward else 1
     net = mt.deep_ensemble(model, members=3, seed=0).train()
     x, y = torch.randn(5, 4), torch.randint(3, (5,))
     layers = [net.member(index).fc for index in range(3)]
@@ -70,7 +61,7 @@ def test_functions_of_a_network_run_the_copy_that_holds_them(kind: type[ByLambda
     torch.testing.assert_close(model(x), factor * (x @ model.fc.weight.T + model.fc.bias))
 
 
-def test_a_layer_that_a_function_calls_cannot_differ_between_members() -> None:
-    net = mt.batch_ensemble(ByLambda(), members=3)
+def test_a_layer_called_by_a_function_cannot_differ_between_members() -> None:
+    net = mt.batch_ensemble(network(by_lambda), members=3)
     with pytest.raises(ValueError, match="layer 'fc' .* is called through an object that is not a module"):
         net(torch.randn(5, 4))

@@ -1,4 +1,4 @@
-"""Views of a network: what they share with it, what is their own, and when they are made anew."""
+"""Views of a network: shared parts, own attributes, and rebuilding after changes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import multitudes as mt
 from multitudes.networks.views import Views, view
+from tests.zoo.of_parts import Of
 
 
 class Remembers(nn.Module):
@@ -48,7 +49,7 @@ def run(net: mt.Multitude, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_code_writes_is_each_members_own(net: Any, training: bool) -> None:
+def test_each_member_writes_its_own_attributes(net: Any, training: bool) -> None:
     alone = [net.member(index).train(training) for index in range(3)]
     net.train(training)
     for number in range(3):
@@ -57,7 +58,7 @@ def test_what_code_writes_is_each_members_own(net: Any, training: bool) -> None:
     assert net.network.steps == 3 and net.network.seen == pytest.approx(alone[2].seen, rel=1e-4, abs=1e-4)
 
 
-def test_what_was_written_stays_with_copies_and_when_something_else_changes(net: Any) -> None:
+def test_written_attributes_survive_copies_and_other_changes(net: Any) -> None:
     alone = [net.member(index).eval() for index in range(3)]
     x = torch.randn(5, 4)
     for number in range(4):
@@ -132,8 +133,10 @@ def test_a_view_shares_tensors_and_unchanged_layers() -> None:
     assert views.current()[0] is not first and not views.current()[0][0].training
 
 
-def test_draws_of_a_network_that_writes_are_each_their_own() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Writer(), nn.Linear(6, 3))
+def test_draws_of_a_network_that_writes_attributes_run_alone() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.Dropout(0.5), Of(remembering, inner=nn.Linear(6, 6), last=None), nn.Linear(6, 3)
+    )
     net = mt.heads(mt.mc_dropout(model), 2, layers=["2", "3"], seed=0).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -143,25 +146,14 @@ def test_draws_of_a_network_that_writes_are_each_their_own() -> None:
     assert held is None or not torch._C._functorch.is_batchedtensor(held)
 
 
-class Writer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = self.inner(x)
-        return self.last
+def remembering(net: Any, x: Tensor) -> Tensor:
+    net.last = net.inner(x)
+    return net.last
 
 
-class RowWise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.last, self.centred = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.first(x))
-        return self.last(h - h.mean(0) if self.centred else h)
+def row_wise(net: Any, x: Tensor) -> Tensor:
+    h = net.act(net.first(x))
+    return net.last(h - h.mean(0) if net.centred else h)
 
 
 class OverRows(nn.Tanh):
@@ -169,8 +161,7 @@ class OverRows(nn.Tanh):
         return super().forward(x) - super().forward(x).mean(0)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("rows", ["shared", "own"])
+@pytest.mark.parametrize(("training", "rows"), [(True, "shared"), (True, "own"), (False, "own")])
 @pytest.mark.parametrize(
     "change",
     [
@@ -181,8 +172,9 @@ class OverRows(nn.Tanh):
     ],
     ids=["setting", "child", "class", "function"],
 )
-def test_members_are_no_batch_any_more_once_a_network_mixes_rows(change: Any, training: bool, rows: str) -> None:
-    net = mt.batch_ensemble(RowWise(), 3, rows=rows, seed=0).train(training)
+def test_members_are_not_batched_once_a_network_mixes_rows(change: Any, training: bool, rows: str) -> None:
+    parts = {"first": nn.Linear(4, 6), "act": nn.Tanh(), "last": nn.Linear(6, 3), "centred": False}
+    net = mt.batch_ensemble(Of(row_wise, **parts), 3, rows=rows, seed=0).train(training)
     x, y = torch.randn(6, 4), torch.randn(6, 3)
     run(net, x)
     net.loss(x, y, task="regression")
@@ -193,7 +185,7 @@ def test_members_are_no_batch_any_more_once_a_network_mixes_rows(change: Any, tr
             net.loss(x, y, task="regression")
 
 
-def test_a_member_keeps_the_hooks_of_its_layers_and_what_its_own_code_has_written(net: Any) -> None:
+def test_a_member_keeps_hooks_and_written_attributes(net: Any) -> None:
     x = torch.randn(5, 4)
     net.eval().get_submodule("last").register_forward_hook(lambda module, args, answer: 2 * answer)
     run(net, x)

@@ -287,7 +287,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged or of another kind: its checksum does not fit"):
+    with pytest.raises(ValueError, match="is damaged or of another kind: its checksum does not match"):
         MultitudeRegressor.load(path, module=Wide)
 
 
@@ -312,8 +312,8 @@ LABELS = blobs(40)[1]
         ({"batch_size": "big"}, "batch_size must be a whole number, 1 or more, got 'big'"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"validation": 1.5}, "validation must be above 0 and below 1, got 1.5"),
-        ({"folds": 1}, "folds must be a whole number from 2 to the number of rows, 40, got 1"),
-        ({"device": "abacus"}, "device must be auto, cpu, cuda or another name that torch knows, got 'abacus'"),
+        ({"folds": 1}, "folds must be a whole number from 2 to the 40 rows, got 1"),
+        ({"device": "abacus"}, "device must be auto, cpu, cuda or another device name of torch, got 'abacus'"),
         ({"quantiles": (0.9, 0.1)}, "quantiles must be levels in rising order"),
     ],
 )

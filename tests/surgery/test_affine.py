@@ -221,10 +221,10 @@ def tensors(value: Any) -> list[Tensor]:
 def side_by_side(layer: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """All members' answers to the same arguments, `[M, ...]` each."""
     whole = view(layer, {"": layer.as_all()})
-    with LazyVmap(layer.members) as vmap:
-        token = RUNNING.set(Running(is_view=True, vmap=vmap))
+    with LazyVmap(layer.members) as lazy_vmap:
+        token = RUNNING.set(Running(is_view=True, lazy_vmap=lazy_vmap))
         try:
-            return [vmap.whole(answer) for answer in tensors(whole(*args))]
+            return [lazy_vmap.whole(answer) for answer in tensors(whole(*args))]
         finally:
             RUNNING.reset(token)
 

@@ -158,7 +158,7 @@ def test_narrow_gives_one_network_of_the_function() -> None:
         (lambda width: CACHED[width < 1], "a new network in every call"),
         (
             lambda width: Gated(100 if width == 1 else next(WIDTHS)),
-            r"the same architecture in every call: .* differ at 'one.weight': \[\d+, 3, 3, 3\] .* against \[\d+, 3",
+            r"the same architecture in every call: .* differ at 'one.weight': \[\d+, 3, 3, 3\] .* and \[\d+, 3",
         ),
     ],
 )

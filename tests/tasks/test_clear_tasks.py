@@ -1,4 +1,4 @@
-"""What predictions are of where nobody said it: clear from targets and shapes, told by the head, or an error."""
+"""Networks without a chosen task: shapes that prove classification, and errors for all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tasks.task_cases import X, classes, reshaped
 # Targets and shapes -----------------------------------------------------------------------------------------
 
 
-def test_targets_tell_where_the_classes_are() -> None:
+def test_the_shape_of_targets_shows_the_class_axis() -> None:
     net = mt.Multitude(reshaped(5, 3))
     first, last = classes(4, 3, high=5), classes(4, 5, high=3)
     torch.testing.assert_close(net.loss(X, first), F.cross_entropy(net(X)[0], first))
@@ -54,7 +54,7 @@ def test_predictions_of_two_axes_need_a_task(shape: tuple[int, int]) -> None:
     assert mt.evaluate(net, (X, y)).counts["nll"] == y.numel()
 
 
-def test_one_token_of_several_classes_is_no_single_logit() -> None:
+def test_one_token_with_several_classes_is_not_a_single_logit() -> None:
     net = mt.Multitude(reshaped(1, 3))
     with pytest.raises(ValueError, match="have their classes last: pass task='tokens'"):
         net.loss(X, classes(4, 1, high=3))
@@ -73,7 +73,7 @@ def test_one_token_of_several_classes_is_no_single_logit() -> None:
         ((8,), (8, 8), False),  # as many classes as pixels
     ],
 )
-def test_images_of_classes_are_clear_where_the_inputs_size_tells(
+def test_dense_predictions_need_a_task_unless_the_input_size_shows_the_class_axis(
     channels: tuple[int, ...], size: tuple[int, int], clear: bool
 ) -> None:
     images = torch.randn(2, 3, 8, 8)
@@ -82,7 +82,7 @@ def test_images_of_classes_are_clear_where_the_inputs_size_tells(
         p = net.predict(images)
         assert p.task == "classification" and p.probs.shape == (2, channels[-1], *size)
     else:
-        with pytest.raises(ValueError, match="do not tell where their classes are"):
+        with pytest.raises(ValueError, match="have an unknown class axis"):
             net.predict(images)
 
     class Last(nn.Conv2d):
@@ -90,7 +90,7 @@ def test_images_of_classes_are_clear_where_the_inputs_size_tells(
             return super().forward(x).movedim(1, -1)
 
     channels_last = mt.Multitude(Last(3, channels[-1], 3, padding=1))
-    with pytest.raises(ValueError, match="do not tell where their classes are.*task='tokens' for classes last"):
+    with pytest.raises(ValueError, match="have an unknown class axis.*task='tokens' for classes last"):
         channels_last.predict(images)
     y = torch.randint(channels[-1], (2, 8, 8))
     p = channels_last.predict(images, task="tokens")
@@ -99,13 +99,11 @@ def test_images_of_classes_are_clear_where_the_inputs_size_tells(
 
 
 @pytest.mark.parametrize("last", [[], [nn.Flatten(0)]])
-def test_one_number_for_each_input_is_binary_or_a_value(last: list[nn.Module]) -> None:
+def test_one_number_per_input_needs_a_task(last: list[nn.Module]) -> None:
     net = mt.Multitude(nn.Sequential(nn.Linear(8, 1), *last))
     y = torch.tensor([0.0, 1.0, 1.0, 0.0])
     for use in (lambda: net.predict(X), lambda: net.loss(X, y), lambda: net.loss(X, y.long())):
-        with pytest.raises(
-            ValueError, match=r"pass task='binary' for the logit of yes or no; for values pass task='reg"
-        ):
+        with pytest.raises(ValueError, match=r"pass task='binary' for logits of yes or no, task='reg"):
             use()
     assert net.predict(X, task="binary").probs.shape == (4,)
     assert net.predict(X, task="regression").mean.shape == net(X).shape[1:]
@@ -122,11 +120,11 @@ def test_one_number_for_each_input_is_binary_or_a_value(last: list[nn.Module]) -
         ("multilabel", reshaped(3), torch.full((4, 3), -100), "y must hold 0 or 1.* got -100"),
         ("tokens", reshaped(5, 3), classes(4, 5, high=3) + 2, "y must hold classes 0 to 2, got"),
         ("tokens", reshaped(5, 3), classes(4, 3, high=3), r"shape without classes, \[4, 5\], got \[4, 3\]"),
-        ("tokens", reshaped(5, 3), torch.full((4, 5), -100), "not ignored, got -100 throughout"),
+        ("tokens", reshaped(5, 3), torch.full((4, 5), -100), "not ignored, got only -100"),
         ("tokens", reshaped(5), classes(4, high=3), r"must be \[S, B, T, C\], classes last, got shape \[1, 4, 5\]"),
     ],
 )
-def test_targets_that_do_not_fit_are_one_sentence(task: str | None, net: nn.Module, y: Tensor, sentence: str) -> None:
+def test_targets_that_do_not_fit_are_errors(task: str | None, net: nn.Module, y: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         mt.Multitude(net).loss(X, y, task=task)
 
@@ -137,14 +135,14 @@ def test_criteria_belong_to_their_tasks(task: str) -> None:
         assert criterion_for(task, criterion) is criterion
         with pytest.raises(ValueError, match=r"is for task 'binary' or 'multilabel', and the task is 'classification'"):
             criterion_for(None, criterion)
-    with pytest.raises(ValueError, match="takes probabilities, and a network must give logits"):
+    with pytest.raises(ValueError, match="takes probabilities, and a network must return logits"):
         criterion_for(task, nn.BCELoss())
     with pytest.raises(ValueError, match=f"is for task 'classification' or 'tokens', and the task is '{task}'"):
         criterion_for(task, nn.CrossEntropyLoss())
     assert criterion_for("tokens", nn.CrossEntropyLoss())
 
 
-def test_masks_of_another_size_than_the_logits_are_told_to_be_scaled() -> None:
+def test_masks_of_another_size_than_the_logits_are_an_error() -> None:
     net = mt.Multitude(nn.Conv2d(3, 5, 3, stride=2, padding=1))
     with pytest.raises(ValueError, match=r"of size \[4, 4\] and y of size \[8, 8\]: scale one.*size=\(8, 8\)"):
         net.loss(torch.randn(2, 3, 8, 8), classes(2, 8, 8, high=5), task="classification")

@@ -1,4 +1,4 @@
-"""Hugging Face's heads choose their task by themselves, and have Hugging Face's own loss."""
+"""Hugging Face's heads set the task and have Hugging Face's own loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HEADS: list[tuple[Callable[[], nn.Module], str]] = [
 
 
 @pytest.mark.parametrize(("build", "task"), HEADS)
-def test_a_head_tells_its_task_to_every_kind_of_multitude(build: Callable[[], nn.Module], task: str) -> None:
+def test_a_head_sets_the_task_of_every_kind_of_multitude(build: Callable[[], nn.Module], task: str) -> None:
     model = build()
     nets = [mt.Multitude(model), mt.deep_ensemble(model, 2, init="fresh"), mt.fuse([model, model])]
     nets += [mt.deep_ensemble(mt.Multitude(model), 2, init="fresh")]
@@ -52,7 +52,7 @@ def test_a_head_tells_its_task_to_every_kind_of_multitude(build: Callable[[], nn
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_token_classifiers_and_language_models_learn_as_hugging_face_has_them(members: int) -> None:
+def test_token_classifiers_and_language_models_have_hugging_faces_loss(members: int) -> None:
     for model, x in (
         (bert("TokenClassification", num_labels=5), texts()),
         (gpt2(), texts()),
@@ -92,11 +92,11 @@ def test_texts_of_several_lengths_are_calibrated_and_scored() -> None:
     assert mt.evaluate(calibrated, batches)["nll"] == pytest.approx(best, rel=1e-5)
 
 
-def test_a_language_model_of_your_own_that_is_to_copy_its_input_is_warned_of() -> None:
+def test_training_a_language_model_to_copy_its_input_warns() -> None:
     net = mt.Multitude(nn.Embedding(11, 11))
     net.task = "tokens"
     x = classes(3, 7, high=11)
-    with pytest.warns(UserWarning, match=r"y holds the tokens of x itself.*set net.next_tokens = True"):
+    with pytest.warns(UserWarning, match=r"y holds the tokens of x, .*set net.next_tokens = True"):
         net.loss(x, x)
     net.next_tokens = True
     want = F.cross_entropy(net.network(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
@@ -136,7 +136,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # and whether label
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_labels_are_shifted_where_hugging_faces_own_loss_shifts_them(name: str) -> None:
+def test_labels_are_shifted_if_hugging_faces_loss_shifts_them(name: str) -> None:
     build, shifts = MODELS[name]
     torch.manual_seed(0)
     model, x, y = build().eval(), texts(), classes(3, 7, high=40)
@@ -148,7 +148,7 @@ def test_labels_are_shifted_where_hugging_faces_own_loss_shifts_them(name: str) 
     torch.testing.assert_close(net.loss(x, y), model(**x, labels=y).loss)
 
 
-def test_segmentation_heads_ask_for_logits_of_the_labels_size() -> None:
+def test_segmentation_heads_need_logits_of_the_labels_size() -> None:
     sizes = {"hidden_sizes": [8, 8, 8, 8], "depths": [1] * 4, "decoder_hidden_size": 8, "num_attention_heads": [1] * 4}
     model = transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(**sizes, num_labels=3)).eval()
     x, y = {"pixel_values": torch.randn(2, 3, 32, 32)}, classes(2, 32, 32, high=3)

@@ -1,4 +1,4 @@
-"""The recipe for a task, followed: one class and one row give the loss, quantities, scores, intervals and a file."""
+"""The recipe for a task: one class and one row give the loss, quantities, scores, intervals and export."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_laplace_posterior_is_refused_without_a_likelihood() -> None:
         mt.laplace(net, (X, Y))
 
 
-def test_a_saved_network_keeps_it(tmp_path: Path) -> None:
+def test_a_saved_network_keeps_the_task(tmp_path: Path) -> None:
     net = networks()
     mt.save(net, tmp_path / "net.safetensors")
     again = mt.load(tmp_path / "net.safetensors")
@@ -134,7 +134,7 @@ def test_a_saved_network_keeps_it(tmp_path: Path) -> None:
     torch.testing.assert_close(again.predict(X).mean, net.predict(X).mean)
 
 
-def test_an_exported_file_answers_with_its_quantities(tmp_path: Path) -> None:
+def test_an_exported_file_returns_the_tasks_quantities(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     net = networks()

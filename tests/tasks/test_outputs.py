@@ -1,4 +1,4 @@
-"""Networks that answer with several tensors: which one counts; and files that say what their outputs mean."""
+"""Networks with several outputs, and files that name their outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
 
 @pytest.mark.parametrize(("kind", "output"), OUTPUTS, ids=["key", "position", "attribute", "function"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_chosen_output_counts_for_every_method(kind: str, output: Any, method: str, tmp_path: Path) -> None:
+def test_every_method_uses_the_chosen_output(kind: str, output: Any, method: str, tmp_path: Path) -> None:
     model = Several(kind, 0.2 if method == "mc_dropout" else 0.0)
     net = METHODS[method](mt.Multitude(model, output=output)).eval()
     options = {"draws": 3, "seed": 0} if method == "mc_dropout" else {}
@@ -67,7 +67,7 @@ def test_the_chosen_output_counts_for_every_method(kind: str, output: Any, metho
     torch.testing.assert_close(mt.load(path, given).predict(X, **options).predictions, p.predictions)
 
 
-def test_two_parts_of_one_networks_answer_count_side_by_side() -> None:
+def test_two_multitudes_may_use_different_outputs_of_one_network() -> None:
     model = Several("dict")
     before = dict(vars(model))
     nets = [mt.Multitude(model, output=output).eval() for output in ("score", "aside")]
@@ -84,16 +84,16 @@ def test_two_parts_of_one_networks_answer_count_side_by_side() -> None:
         mt.Multitude(mt.fuse([nn.Linear(8, 3)]), output="score")
 
 
-def test_an_output_that_is_not_chosen_or_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"a dict with 'score' \[4, 3\], 'aside' \[4, 2\]; say which.*output="):
+def test_a_missing_or_ambiguous_output_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"a dict with 'score' \[4, 3\], 'aside' \[4, 2\].*output="):
         mt.Multitude(Several())(X)
-    with pytest.raises(ValueError, match=r"a tuple with 0 \[4, 2\], 1 \[4, 3\]; say which"):
+    with pytest.raises(ValueError, match=r"a tuple with 0 \[4, 2\], 1 \[4, 3\].*output="):
         mt.deep_ensemble(Several("tuple"), 2)(X)
-    with pytest.raises(ValueError, match=r"output='logits' is not in what the network returned, a dict with 'score'"):
+    with pytest.raises(ValueError, match=r"output='logits' is missing from the network's output, a dict with 'score'"):
         mt.Multitude(Several(), output="logits")(X)
     with pytest.raises(ValueError, match="output must be a key, an attribute, a position or a function"):
         mt.Multitude(Several(), output=1.5)
-    with pytest.raises(ValueError, match=r"'start_logits' \[3, 7\], 'end_logits' \[3, 7\]; say which.*output="):
+    with pytest.raises(ValueError, match=r"'start_logits' \[3, 7\], 'end_logits' \[3, 7\].*output="):
         mt.Multitude(bert("QuestionAnswering"))(texts())
     net = mt.Multitude(bert("QuestionAnswering"), output="start_logits")
     assert net.predict(texts()).probs.shape == (3, 7)
@@ -108,12 +108,12 @@ class Auxiliary(nn.Linear):
 
 
 @pytest.mark.parametrize("runner", ["loop", "packed", "vmapped"])
-def test_a_tensor_alone_is_its_own_logits_and_has_no_other_part(runner: str) -> None:
+def test_a_single_tensor_is_the_logits_and_has_no_other_parts(runner: str) -> None:
     net = mt.deep_ensemble(mt.Multitude(Auxiliary(8, 3), output="logits"), 2)
     torch.testing.assert_close(net.train()(X), net.eval()(X))
     for output in ("aside", 1):
         net = mt.deep_ensemble(mt.Multitude(nn.Linear(8, 3), output=output), 2).eval()
-        with pytest.raises(ValueError, match=f"output={output!r} was chosen, and the network returned one tensor"):
+        with pytest.raises(ValueError, match=f"output={output!r} does not exist: the network returned a single tensor"):
             net.runner = runner
             net(X)
 

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchmetrics.functional import kl_divergence
 
-from multitudes.tasks.gaussian import VARIANCE_FLOOR, gaussian_nll, split_gaussian
 from multitudes.tasks.predictive import Predictive
-from tests.zoo.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, close, randn
+from tests.zoo.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, REFERENCES, close, randn
 
 # Classification: against textbook computations in float64 ---------------------------------------------------
 
@@ -27,41 +25,13 @@ def member_probs(logits):
     return scipy.special.softmax(logits.double().numpy(), axis=2)
 
 
-REFERENCES = {  # of the members' probabilities [S, B, C, ...], and of the logits
-    "member_probs": lambda members, logits: members,
-    "member_log_probs": lambda members, logits: np.log(members),
-    "probs": lambda members, logits: members.mean(0),
-    "log_probs": lambda members, logits: np.log(members.mean(0)),
-    "label": lambda members, logits: members.mean(0).argmax(1),
-    "confidence": lambda members, logits: members.mean(0).max(1),
-    "entropy": lambda members, logits: scipy.stats.entropy(members.mean(0), axis=1),
-    "expected_entropy": lambda members, logits: scipy.stats.entropy(members, axis=2).mean(0),
-    # The mean divergence of the members from their mean.
-    "mutual_information": lambda members, logits: scipy.stats.entropy(
-        members, members.mean(0, keepdims=True), axis=2
-    ).mean(0),
-    "variance": lambda members, logits: members.var(0).mean(1),
-    "max_logit": lambda members, logits: logits.mean(0).max(1),
-}
-
-
 @pytest.mark.parametrize("quantity", REFERENCES)
 def test_quantities_agree_with_numpy_and_scipy(logits, quantity):
-    reference = REFERENCES[quantity](member_probs(logits), logits.double().numpy())
-    close(getattr(Predictive(logits), quantity), reference)
+    close(getattr(Predictive(logits), quantity), REFERENCES[quantity](member_probs(logits)))
 
 
-def test_mutual_information_agrees_with_torchmetrics_divergence():
-    p = Predictive(randn(5, 7, 4))
-    rows = p.member_log_probs.flatten(0, 1), p.log_probs.repeat(p.members, 1)
-    close(p.mutual_information.mean(), kl_divergence(*rows, log_prob=True))
-
-
-def test_disagreement_counts_every_pair(logits):
-    labels = logits.argmax(2)
-    pairs = list(itertools.combinations(labels, 2))
-    expected = sum((one != other).double() for one, other in pairs) / max(1, len(pairs))
-    close(Predictive(logits).disagreement, torch.as_tensor(expected).expand(labels.shape[1:]))
+def test_max_logit_is_that_of_the_mean_logits(logits):
+    close(Predictive(logits).max_logit, logits.double().mean(0).amax(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -69,16 +39,6 @@ def test_disagreement_of_many_members_is_exact_in_any_precision(dtype):
     votes = F.one_hot(torch.arange(300) % 2, 3)[:, None].to(dtype)  # 150 against 150: 22,500 of 44,850 pairs
     share = Predictive(votes).disagreement
     assert torch.equal(share, torch.tensor([22500 / 44850], dtype=share.dtype))
-
-
-def test_two_certain_members_that_differ_are_all_epistemic():
-    p = Predictive(torch.tensor([[[50.0, 0.0, 0.0]], [[0.0, 50.0, 0.0]]]))
-    close(p.probs, [[0.5, 0.5, 0.0]])
-    close(p.entropy, [math.log(2)])
-    close(p.expected_entropy, [0.0])
-    close(p.mutual_information, [math.log(2)])
-    close(p.variance, [(0.25 + 0.25 + 0.0) / 3])
-    close(p.disagreement, [1.0])
 
 
 def test_one_member_has_no_epistemic_uncertainty():
@@ -89,16 +49,6 @@ def test_one_member_has_no_epistemic_uncertainty():
     close(p.mutual_information, torch.zeros(50))
     assert not p.variance.any() and not p.disagreement.any()
     assert p.entropy.min() > 0
-
-
-def test_dense_prediction_is_classification_of_each_pixel():
-    logits = randn(3, 2, 4, 5, 6)
-    whole = Predictive(logits)
-    for quantity in CLASSIFICATION:
-        answer = getattr(whole, quantity)
-        for row, column in itertools.product(range(5), range(6)):
-            pixel = getattr(Predictive(logits[..., row, column]), quantity)
-            close(answer[..., row, column], pixel)
 
 
 # Numbers at the edge ----------------------------------------------------------------------------------------
@@ -145,7 +95,7 @@ def test_log_probs_are_exact_where_probs_underflow():
     ],
     ids=str,
 )
-def test_extreme_logits_give_numbers(row, dtype):
+def test_extreme_logits_give_finite_quantities(row, dtype):
     logits = torch.tensor([[row], [row[::-1]]], dtype=dtype)
     p = Predictive(logits)
     for quantity in CLASSIFICATION:
@@ -173,7 +123,7 @@ def test_certainty_is_never_above_one(members):
     assert 0 <= p.entropy.item() < 1e-6
 
 
-def test_mutual_information_of_members_that_agree_is_not_below_zero():
+def test_mutual_information_of_equal_members_is_not_negative():
     p = Predictive(randn(1, 1000, 10).expand(3, 1000, 10))
     assert (p.entropy - p.expected_entropy).min() < 0  # rounding alone would put it there
     assert p.mutual_information.min() == 0 and p.mutual_information.max() < 1e-5
@@ -264,11 +214,6 @@ def test_gaussian_has_the_moments_of_the_mixture(shape):
     close(p.std, np.sqrt(variances.mean(0) + means.var(0)))
 
 
-def test_variance_has_a_floor():
-    p = Predictive(torch.tensor([[[0.0, -1e4]]]), task="gaussian")
-    assert p.variance.item() == pytest.approx(VARIANCE_FLOOR)
-
-
 @pytest.mark.parametrize("level", [1e-6, 0.5, 0.68, 0.95, 0.999, 1 - 1e-12])
 def test_interval_is_that_of_the_moment_matched_gaussian(level):
     p = Predictive(randn(5, 7, 4, dtype=torch.float64), task="gaussian")
@@ -277,33 +222,7 @@ def test_interval_is_that_of_the_moment_matched_gaussian(level):
         close(bound, expected, atol=1e-9, rtol=1e-4 if level > 0.9999 else 1e-9)
 
 
-def test_interval_is_of_95_percent_by_default():
+def test_interval_is_of_95_percent_by_default_and_finite_next_to_one():
     p = Predictive(torch.tensor([[-1.0], [1.0]]), task="regression")  # mean 0, variance 1
-    low, high = p.interval()
-    assert high.item() == pytest.approx(scipy.stats.norm.ppf(0.975)) and low == -high
-
-
-def test_interval_of_a_level_next_to_one_is_finite():
-    low, high = Predictive(torch.tensor([[-1.0], [1.0]]), task="regression").interval(math.nextafter(1, 0))
-    assert 8 < high.item() < 9 and low == -high
-
-
-# The criterion that belongs to task="gaussian" --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (7, 2), (7, 6), (3, 4, 5, 6)], ids=str)
-def test_gaussian_nll_agrees_with_torch(shape):
-    prediction, target = randn(*shape), randn(shape[0], shape[1] // 2, *shape[2:], seed=1)
-    mean, variance = split_gaussian(prediction)
-    loss = gaussian_nll(prediction, target)
-    assert loss.shape == ()
-    close(loss, F.gaussian_nll_loss(mean, target, variance, full=True))
-    close(loss, -torch.distributions.Normal(mean, variance.sqrt()).log_prob(target).mean())
-    p = Predictive(prediction[None], task="gaussian")  # which reads the same Gaussian
-    close(loss, -scipy.stats.norm.logpdf(target, p.mean, p.std).mean())
-
-
-def test_gaussian_nll_of_half_precision_is_computed_in_float32():
-    prediction, target = randn(7, 6, dtype=torch.bfloat16), randn(7, 3, dtype=torch.bfloat16, seed=1)
-    loss = gaussian_nll(prediction, target)
-    assert loss.dtype == torch.float32 and torch.equal(loss, gaussian_nll(prediction.float(), target.float()))
+    for (low, high), want in ((p.interval(), scipy.stats.norm.ppf(0.975)), (p.interval(math.nextafter(1, 0)), 8.3)):
+        assert high.item() == pytest.approx(want, rel=0.01) and low == -high

@@ -8,33 +8,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multitudes.tasks.gaussian import gaussian_nll
 from multitudes.tasks.predictive import Predictive
 from tests.zoo.predictions import CLASSIFICATION, MOMENTS, PER_CLASS, PER_INPUT, close, raises, randn
 
 # The container ----------------------------------------------------------------------------------------------
 
 
-def test_members_and_inputs_are_counted():
-    p = Predictive(randn(4, 10, 3))
-    assert (p.members, len(p), p.task) == (4, 10, "classification")
-
-
 @pytest.mark.parametrize(
     ("shape", "task", "text"),
     [
-        ((4, 10, 3), "classification", "task='classification', members=4, inputs=10, outputs=[3]"),
-        (
-            (4, 10, 3, 8, 9),
-            "classification",
-            "task='classification', members=4, inputs=10, outputs=[3, 8, 9]",
-        ),
+        ((4, 10, 3, 8, 9), "classification", "task='classification', members=4, inputs=10, outputs=[3, 8, 9]"),
         ((4, 10), "regression", "task='regression', members=4, inputs=10, outputs=[]"),
         ((4, 10, 6, 2), "gaussian", "task='gaussian', members=4, inputs=10, outputs=[3, 2]"),
     ],
 )
 def test_repr_shows_the_sizes(shape, task, text):
-    assert repr(Predictive(torch.zeros(shape), task)) == f"Predictive({text})"
+    p = Predictive(torch.zeros(shape), task)
+    assert (repr(p), p.members, len(p)) == (f"Predictive({text})", 4, 10)
 
 
 @pytest.mark.parametrize(
@@ -64,34 +54,30 @@ def test_an_index_selects_inputs_and_keeps_the_batch_dimension(index, positions)
 
 
 @pytest.mark.filterwarnings("ignore:var")  # torch's remark on the variance of nothing
-def test_no_inputs_have_no_answers_but_no_error():
+def test_an_empty_selection_has_empty_quantities():
     p = Predictive(randn(4, 10, 3))
     assert len(p[:1][torch.tensor([False])]) == 0
     none = p[p.entropy > 100]
     assert {name: len(getattr(none, name)) for name in PER_CLASS + PER_INPUT} == dict.fromkeys(PER_CLASS + PER_INPUT, 0)
 
 
-def test_iteration_gives_one_input_at_a_time():
+def test_iteration_gives_one_input_at_a_time_and_concat_takes_any_iterable():
     p = Predictive(randn(4, 10, 3))
     close(torch.cat([one.probs for one in p]), p.probs)  # softmaxes of other sizes may differ in the last bit
+    assert torch.equal(Predictive.concat(iter(p)).predictions, p.predictions)
 
 
 @pytest.mark.parametrize(
     ("index", "sentence"),
-    [(10, "lie within the 10 inputs, got 10"), (-11, "lie within the 10 inputs, got -11"),
-     (torch.tensor(10), "lie within the 10 inputs, got 10"), (None, "select along the 10 inputs alone, got "),
-     (torch.ones(10, 3, dtype=torch.bool), "select along the 10 inputs alone, got "),
-     (torch.zeros(2, 2, dtype=torch.long), "select along the 10 inputs alone, got ")],
+    [(10, "10 is out of range for 10 inputs"), (-11, "-11 is out of range for 10 inputs"),
+     (torch.tensor(10), "10 is out of range for 10 inputs"), (None, "must select inputs .10. and no other axis, got "),
+     (torch.ones(10, 3, dtype=torch.bool), "must select inputs .10. and no other axis, got "),
+     (torch.zeros(2, 2, dtype=torch.long), "must select inputs .10. and no other axis, got ")],
     ids=str,
 )  # fmt: skip
 def test_an_input_that_does_not_exist_is_an_index_error(index, sentence):
-    with pytest.raises(IndexError, match=f"^index must {sentence}"):
+    with pytest.raises(IndexError, match=f"^index {sentence}"):
         Predictive(randn(4, 10, 3))[index]
-
-
-def test_concat_takes_any_iterable():
-    p = Predictive(randn(4, 10), task="regression")
-    assert torch.equal(Predictive.concat(iter(p)).mean, p.mean)
 
 
 def test_to_changes_dtype_and_keeps_the_task():
@@ -144,13 +130,10 @@ REFUSED = [
     (lambda: of(2, 3, 4, task="segmentation"),
      "task must be one of classification, tokens, binary, multilabel, regression, gaussian, quantiles, "
      "got 'segmentation'"),
-    (lambda: of(2, 3, 4, task=None),
-     "task must be one of classification, tokens, binary, multilabel, regression, gaussian, quantiles, got None"),
     (lambda: Predictive([[1.0]]), "predictions must be a floating-point tensor, got list"),
     (lambda: Predictive(np.zeros((2, 3, 4))), "predictions must be a floating-point tensor, got float64"),
     (lambda: of(2, 3, 4, dtype=torch.int64), "predictions must be a floating-point tensor, got torch.int64"),
     (lambda: of(2, 3), "predictions of task classification must be [S, B, channels, ...], got shape [2, 3]"),
-    (lambda: of(2, 3, task="gaussian"), "predictions of task gaussian must be [S, B, channels, ...], got shape [2, 3]"),
     (lambda: of(2, task="regression"),
      "predictions of task regression must be [S, B] or [S, B, D, ...], got shape [2]"),
     (lambda: of(0, 3, 4),
@@ -165,17 +148,14 @@ REFUSED = [
      "interval needs task regression, gaussian or quantiles, got predictions of classification"),
     (lambda: Predictive.concat([]), "parts must hold at least one Predictive, got none"),
     (lambda: Predictive.concat([of(2, 3, 4), of(3, 3, 4)]),
-     "parts must have the same shape but for dim 1, got [2, 3, 4] and [3, 3, 4]"),
-    (lambda: Predictive.concat([of(2, 3, 4), of(2, 9, 4), of(2, 3, 5)]),
-     "parts must have the same shape but for dim 1, got [2, 3, 4] and [2, 3, 5]"),
+     "parts must have the same shape except in dim 1, got [2, 3, 4] and [3, 3, 4]"),
     (lambda: Predictive.concat([of(2, 3, 4), of(2, 3, 4, task="gaussian")]),
      "parts must have the same task, got classification and gaussian"),
-    (lambda: gaussian_nll(torch.zeros(4, 2), torch.zeros(4)), "target must have the means' shape [4, 1], got [4]"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("use", "sentence"), REFUSED)
-def test_wrong_use_raises_one_sentence(use, sentence):
+def test_wrong_use_is_an_error(use, sentence):
     with raises(sentence):
         use()
 
@@ -198,11 +178,3 @@ def test_a_task_has_its_own_quantities_only(quantity, task):
 def test_levels_outside_0_and_1_are_refused(level):
     with raises(f"level must lie between 0 and 1, got {level}"):
         Predictive(randn(2, 3), "regression").interval(level)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (4, 3)], ids=str)
-def test_gaussian_nll_refuses_predictions_without_pairs(shape):
-    with raises(
-        f"gaussian predictions need as many raw variances as means, an even number in dim 1, got shape {list(shape)}"
-    ):
-        gaussian_nll(torch.zeros(shape), torch.zeros(4, 1))

@@ -1,4 +1,4 @@
-"""Quantiles: the pinball loss, the mixture of the members' distributions, and conformal intervals around them."""
+"""Quantiles: the pinball loss, the mixture of the members' distributions, and conformal intervals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import multitudes as mt
 from multitudes.landscape.weight_space.weight_loss import WeightLoss
 from multitudes.tasks.quantiles import default_levels, pinball
+from tests.zoo.of_parts import Of
 
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
@@ -64,7 +65,10 @@ def test_a_single_members_quantiles_are_its_own() -> None:
     assert repr(p) == (
         "Predictive(task='quantiles', members=1, inputs=6, outputs=[5], quantiles=(0.1, 0.25, 0.5, 0.75, 0.9))"
     )
-    for level, sentence in ((0.9, "a quantile of level 0.05 needs"), (1.5, "level must lie between 0 and 1, got 1.5")):
+    for level, sentence in (
+        (0.9, "the quantile of level 0.05 is outside"),
+        (1.5, "level must lie between 0 and 1, got 1.5"),
+    ):
         with pytest.raises(ValueError, match=sentence):
             p.interval(level)
 
@@ -109,7 +113,7 @@ def test_quantiles_of_a_normal_distribution_are_learned() -> None:
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.95])
-def test_conformal_quantiles_hold_the_value_as_often_as_they_say(level: float) -> None:
+def test_conformal_quantiles_have_the_promised_coverage(level: float) -> None:
     net = mt.Multitude(nn.Identity())
     net.task = "quantiles"
     q = torch.tensor([-0.3, 0.0, 0.3]).repeat(6000, 1)  # far too narrow
@@ -128,30 +132,16 @@ def test_conformal_quantiles_hold_the_value_as_often_as_they_say(level: float) -
     assert coverage == pytest.approx(0.9, abs=0.02)
 
 
-def test_intervals_of_calibrated_values_are_the_conformal_ones_and_are_scored_so() -> None:
-    torch.manual_seed(0)
-    net = mt.deep_ensemble(nn.Linear(3, 1), 3, task="regression")
-    x = numbers(4000, 3)
-    y = net.predict(x).mean + numbers(4000, 1, seed=4).exp()
-    calibrated = mt.calibrate(net, (x[:2000], y[:2000]))
-    p = calibrated.predict(x[2000:])
-    for one, two in zip(p.interval(0.95), p.set(0.95), strict=True):
-        assert torch.equal(one, two)
-    result = mt.evaluate(calibrated, (x[2000:], y[2000:]))
-    assert result["coverage_95"] == pytest.approx(0.95, abs=0.015)
-    assert result["width_95"] == pytest.approx((p.set(0.95)[1] - p.set(0.95)[0]).mean().item(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("levels", "sentence"),
     [
         ((0.5, 0.1), "quantiles must be levels in rising order"),
         ((0.0, 0.5), "quantiles must be levels between 0 and 1"),
         ((), "quantiles must be levels between 0 and 1"),
-        ((0.1, 0.9), "quantiles must be as many levels as the network predicts, 3"),
+        ((0.1, 0.9), "quantiles must hold one level for each of the network's 3 predictions"),
     ],
 )
-def test_wrong_levels_are_one_sentence(levels: tuple[float, ...], sentence: str) -> None:
+def test_wrong_levels_are_errors(levels: tuple[float, ...], sentence: str) -> None:
     net = mt.Multitude(nn.Linear(2, 3))
     with pytest.raises(ValueError, match=sentence):
         net.quantiles = levels
@@ -160,19 +150,9 @@ def test_wrong_levels_are_one_sentence(levels: tuple[float, ...], sentence: str)
         net.loss(numbers(4, 2), numbers(4, 1), task="quantiles")
 
 
-class Named(nn.Module):
-    """A network whose layers have names that multitudes use too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.task, self.quantiles = nn.Linear(2, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.quantiles(self.task(x).relu())
-
-
-def test_a_network_may_have_layers_of_the_same_names() -> None:
-    net = mt.deep_ensemble(Named(), 2, seed=0)
+def test_layers_may_be_named_like_attributes_of_multitudes() -> None:
+    layers = {"task": nn.Linear(2, 8), "quantiles": nn.Linear(8, 3)}  # names of multitudes' own
+    net = mt.deep_ensemble(Of(lambda net, x: net.quantiles(net.task(x).relu()), **layers), 2, seed=0)
     net.quantiles = (0.1, 0.5, 0.9)
     x, y = numbers(8, 2), numbers(8, seed=2)
     want = sum(pinball(net.member(i)(x), y, (0.1, 0.5, 0.9)) for i in range(2))

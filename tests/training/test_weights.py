@@ -190,12 +190,12 @@ def test_fit_applies_the_weights_of_its_batches():
     [
         (
             torch.arange(12),
-            r"batch 0 of data must be \(x, y\), or .* of the 12 rows as its weight, got \[12\] \(torch.int",
+            r"batch 0 of data must be \(x, y\), or .* of the 12 rows, got \[12\] \(torch.int",
         ),
-        (WEIGHT[:5], r"one floating-point number for each of the 12 rows as its weight, got \[5\]"),
-        (["a"] * 12, "as its weight, got list"),
-        (WEIGHT - 2, "must have weights that are finite numbers, 0 or more, got -"),
-        (WEIGHT / 0, "must have weights that are finite numbers, 0 or more, got inf"),
+        (WEIGHT[:5], r"one floating-point weight for each of the 12 rows, got \[5\]"),
+        (["a"] * 12, "for each of the 12 rows, got list"),
+        (WEIGHT - 2, "must have finite weights, 0 or more, got -"),
+        (WEIGHT / 0, "must have finite weights, 0 or more, got inf"),
     ],
 )
 def test_invalid_weights_are_refused(third, sentence):
@@ -206,9 +206,9 @@ def test_invalid_weights_are_refused(third, sentence):
 def test_a_criterion_that_is_not_a_mean_over_rows_cannot_be_weighted():
     net = mt.Multitude(nn.Linear(8, 3))
     net.task = "classification"
-    with pytest.raises(ValueError, match=r"criterion must be a mean over the rows .* the mean of its rows is"):
+    with pytest.raises(ValueError, match=r"criterion must be a mean over the rows .* the mean over rows is"):
         net.loss(X, CLASSES, lambda p, y: F.cross_entropy(p, y) * p.std(), weight=WEIGHT)
-    with pytest.raises(ValueError, match=r"weight must have one number for each of 12 rows, got \[5\]"):
+    with pytest.raises(ValueError, match=r"weight must hold one number for each of 12 rows, got shape \[5\]"):
         net.loss(X, CLASSES, weight=WEIGHT[:5])
 
 

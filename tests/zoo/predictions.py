@@ -1,8 +1,11 @@
 """Names, numbers and comparisons that the tests of `Predictive` share."""
 
 import re
+from itertools import combinations
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 PER_CLASS = ("probs", "log_probs")
@@ -18,6 +21,21 @@ PER_INPUT = (
     "max_logit",
 )
 CLASSIFICATION = PER_CLASS + PER_MEMBER + PER_INPUT
+REFERENCES = {  # of the members' probabilities [S, B, C, ...]
+    "member_probs": lambda members: members,
+    "member_log_probs": np.log,
+    "probs": lambda members: members.mean(0),
+    "log_probs": lambda members: np.log(members.mean(0)),
+    "label": lambda members: members.mean(0).argmax(1),
+    "confidence": lambda members: members.mean(0).max(1),
+    "entropy": lambda members: scipy.stats.entropy(members.mean(0), axis=1),
+    "expected_entropy": lambda members: scipy.stats.entropy(members, axis=2).mean(0),
+    "mutual_information": lambda members: scipy.stats.entropy(members, members.mean(0, keepdims=True), axis=2).mean(0),
+    "variance": lambda members: members.var(0).mean(1),
+    "disagreement": lambda members: np.mean(
+        [one != two for one, two in combinations(members.argmax(2), 2)] or [0 * members[0, :, 0]], axis=0
+    ),
+}
 MOMENTS = ("mean", "epistemic_variance", "aleatoric_variance", "variance", "std")
 
 

@@ -1,4 +1,4 @@
-"""Read and write tensors and arrays in sealed safetensors files; read NumPy archives of others. Never unpickles."""
+"""Tensors and arrays in sealed safetensors files, and foreign NumPy archives. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def write_tensors(
 ) -> Path:
     """Write copies of tensors, and a table of plain values, to a sealed safetensors file; return its path.
 
-    The table is stored as JSON in the header, under `entry`. `what` is what needs safetensors, for the error if it is
-    not installed.
+    The header stores the table as JSON, under `entry`. If safetensors is not installed, the error names `what`.
     """
     needed("safetensors.torch", "safetensors", what)
     files = needed("safetensors", "safetensors", what)
@@ -45,7 +44,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Any], what: str = "a fil
 
 @contextmanager
 def reading_tensors(path: str | Path, entry: str, what: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Open a file that `write_tensors` wrote; yield it and its table. Raise a `DamagedError` if it is not whole.
+    """Open a file of `write_tensors` and yield it and its table; raise a `DamagedError` if it is damaged.
 
     The file's `get_tensor` maps a tensor into memory: processes share it, and writes stay in the process.
     """
@@ -64,27 +63,27 @@ def reading_tensors(path: str | Path, entry: str, what: str) -> Iterator[tuple[A
 
 
 def read_tensors(path: str | Path, entry: str, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_tensors` wrote; raise a `DamagedError` if the file is not whole."""
+    """Return the tensors and the table of a file of `write_tensors`; raise a `DamagedError` if it is damaged."""
     with reading_tensors(path, entry, what) as (file, about):
         # Copy into aligned memory: other alignments change products in the last bit.
         return {name: file.get_tensor(name).clone() for name in file.keys()}, about  # noqa: SIM118
 
 
-# -- names of several parts --------------------------------------------------------------------------------
+# -- files of several parts --------------------------------------------------------------------------------
 
 
 def join_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join the tensors of several parts in one dict, as `part/name`.
 
     >>> import torch
-    >>> grouped({"net": {"weight": torch.ones(())}})
+    >>> join_parts({"net": {"weight": torch.ones(())}})
     {'net/weight': tensor(1.)}
     """
     return {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
 
 
 def tensors_of_part(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one part, by their names in it."""
+    """Select the tensors of one part, and remove the part from their names."""
     start = f"{part}/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
@@ -99,16 +98,13 @@ _READING = (
 
 
 def read_archive(path: str | Path, most: float) -> dict[str, Any]:
-    """Read the arrays of a `.npz` file by name; raise a `DamagedError` if that fails or they take over `most` bytes.
-
-    A small file can claim to hold any amount.
-    """
+    """Read the arrays of a `.npz` file; raise a `DamagedError` if they cannot be read or take over `most` bytes."""
     np = needed("numpy", "data", "a .npz file")
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
         if size > most:
-            raise DamagedError(path, f"it unpacks to {size / 2**30:.0f} GiB, more than the memory here")
+            raise DamagedError(path, f"it unpacks to {size / 2**30:.0f} GiB, which does not fit in memory")
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
     except DamagedError:

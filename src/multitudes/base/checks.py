@@ -1,4 +1,4 @@
-"""Checks of arguments and of optional packages, with one-sentence errors."""
+"""Checks of arguments and of optional packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_count(name: str, value: int, least: int = 1) -> int:
-    """Return a whole number after checking that it is at least `least`."""
+    """Check that a value is an integer of at least `least`; return it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
     return value
@@ -35,13 +35,13 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 
 def check_seed(seed: int | None) -> None:
-    """Check that a seed is None or a whole number that torch accepts."""
+    """Check that a seed is None or an integer that torch accepts."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
         raise ValueError(f"seed must be None or a whole number, 0 or more and below 2**63, got {seed!r}")
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import an optional module; raise an ImportError that names its use, `what`, and the extra that installs it.
+    """Import an optional module; raise an ImportError that names `what` needs it and the extra that installs it.
 
     >>> needed("json", "report", "a report").dumps([1])
     '[1]'

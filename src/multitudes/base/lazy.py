@@ -1,4 +1,4 @@
-"""Packages that import their names on first access."""
+"""Lazy imports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str], packages: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a package.
+    """Return the `__getattr__` and `__dir__` of a package that imports its names on first access.
 
-    `homes` maps its modules to their names, joined by spaces; `packages` maps names to the packages inside it.
+    `homes` maps modules to their public names, joined by spaces; `packages` maps public names to sub-packages.
 
     >>> offer, _ = lazy_names("multitudes.base", {"checks": "check_count check_number"})
     >>> offer("check_count")("members", 4)

@@ -1,4 +1,4 @@
-"""Progress of long work: `ProgressBar`."""
+"""Progress of long computations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 
 
 class ProgressBar:
-    """One line on stderr that overwrites itself and disappears at the end."""
+    """A progress line on stderr that `clear` erases; `total=0` if the total is unknown."""
 
     def __init__(self, total: int, shown: bool | None = None, unit: str = "batches") -> None:
-        self.total, self.unit = total, unit  # total = 0: unknown
+        self.total, self.unit = total, unit
         self.shown = sys.stderr.isatty() if shown is None else shown
         self.start = time.monotonic()
         self.next_draw = self.start + (2.0 if shown is None else 0.0)

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, sealed by a checksum.
+"""Sealed files: written completely or not at all, with a checksum inside.
 
-A *seal* is the SHA-256 of a file, computed with 64 zeros in its place; it is near the start of the file itself, JSON or
-safetensors. Thus a file and its checksum appear in one rename.
+The *seal* of a file is its SHA-256, computed with 64 zeros in place of the seal. It is stored near the start of the
+file itself (JSON or safetensors), so one rename publishes a file and its checksum.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BLANK = "0" * 64
 """Placeholder of the seal until a file is sealed."""
 
 NAME = "file_name"
-"""The key of a JSON file for its own name, so that a file in another's place is noticed."""
+"""The key under which a JSON file stores its own name, to detect swapped files."""
 
 _MARK = re.compile(rb'sha256[\\": ]{1,6}([0-9a-f]{64})')
 _HEAD = 512
 """The seal is within this many bytes of the start."""
 _SETTLED = 2.0
-"""Age in seconds from which a file's modification time proves that it has not changed since."""
+"""Seconds after a change until the modification time can be trusted to show the next one."""
 
 
 class DamagedError(ValueError):
@@ -44,7 +44,7 @@ class DamagedError(ValueError):
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path to write to; on success it replaces `path` at once, on failure it is removed.
+    """Yield a temporary path to write to. On success it replaces `path` atomically; on failure it is removed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
-    if unfinished.is_symlink():  # it would lead elsewhere
+    if unfinished.is_symlink():  # do not write to its target
         unfinished.unlink()
     try:
         yield unfinished
@@ -69,19 +69,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def sealing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Like `replacing`, and seal the file, which must have `sha256` and `BLANK` near its start."""
+    """Act like `replacing`, and seal the file, which must have `sha256` and `BLANK` near its start."""
     with replacing(path) as unfinished:
         yield unfinished
         with unfinished.open("r+b") as file:
             place = _place(file)
-            assert place is not None, "nothing in the file is left blank for its seal"
+            assert place is not None, "the file has no blank seal"
             digest = _digest(file, place)
             file.seek(place)
             file.write(digest.encode())
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> Path:
-    """Write a file whole or not at all, even if the process or the machine dies; return its path."""
+    """Write a file atomically, even if the process or the machine dies; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
@@ -90,9 +90,9 @@ def write_atomically(path: str | Path, data: bytes | str) -> Path:
 
 
 def write_json(path: str | Path, table: Mapping[str, Any], place: bool = False) -> Path:
-    """Write a table of plain values, and the name of its file, as a sealed JSON object; return its path.
+    """Write a table of plain values and the file's name as a sealed JSON object; return its path.
 
-    With `place`, write the name of its folder too, for files of the same name in several folders.
+    With `place`, also write the name of the folder, for files of the same name in several folders.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,48 +101,45 @@ def write_json(path: str | Path, table: Mapping[str, Any], place: bool = False) 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = (
-        json.dumps({"sha256": BLANK, NAME: _place_of(path) if place else path.name, **table}, indent=1, allow_nan=False)
-        + "\n"
-    )
+    sealed = {"sha256": BLANK, NAME: _place_of(path) if place else path.name, **table}
     with sealing(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(json.dumps(sealed, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file to write to it in place; refuse links, which may lead anywhere."""
+    """Open a file to write in place; refuse symbolic links."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
     if path.is_symlink():
-        raise ValueError(f"{str(path)!r} is a link, which is not written to: remove it")
+        raise ValueError(f"{str(path)!r} is a symbolic link, and files are not written through links: remove it")
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
 # -- checking ----------------------------------------------------------------------------------------------
 
 _CHECKED: dict[str, tuple[tuple[int, ...], str]] = {}
-"""Seals of files that were verified, by path, with the files' identity at that time."""
+"""Verified seals by path, with the identity of the file when it was verified."""
 
 
 def check_seal(path: str | os.PathLike[str]) -> str:
     """Verify the seal of a file and return it; raise a `DamagedError` if it does not match.
 
-    A process reads each file once, unless it changes.
+    The result is cached until the file changes.
     """
     path = Path(path)
     try:
         if not path.is_file():
-            raise DamagedError(path, "it is missing" if not path.exists() else "it is no file")
+            raise DamagedError(path, "it is missing" if not path.exists() else "it is not a regular file")
         stat = path.stat()
         marks = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
         known = _CHECKED.get(str(path))
         if known is not None and known[0] == marks:
             return known[1]
         with path.open("rb") as file:
-            seal = _checked(file, path)
+            seal = _verified_seal(file, path)
     except OSError as error:
         raise DamagedError(path, f"it cannot be read ({error.strerror})") from error
     if time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLED:
@@ -151,7 +148,7 @@ def check_seal(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the table that `write_json` wrote, without its seal; raise a `DamagedError` if it is not whole."""
+    """Return the table of a file of `write_json`; raise a `DamagedError` if it is damaged."""
     path = Path(path)
     check_seal(path)
     try:
@@ -161,7 +158,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DamagedError(path, f"it must be a JSON object, got {type(found).__name__}")
     if found.pop(NAME, path.name) not in (path.name, _place_of(path)):
-        raise DamagedError(path, "it is another file")
+        raise DamagedError(path, "it is a different file under this name")
     found.pop("sha256", None)
     return found
 
@@ -170,16 +167,16 @@ def _place_of(path: Path) -> str:
     return f"{path.absolute().parent.name}/{path.name}"
 
 
-def _checked(file: IO[bytes], path: Path) -> str:
+def _verified_seal(file: IO[bytes], path: Path) -> str:
     place = _place(file)
     if place is None:
         empty = not file.seek(0, os.SEEK_END)
-        raise DamagedError(path, "it is empty" if empty else "it has no checksum, or was written by an earlier version")
+        raise DamagedError(path, "it is empty" if empty else "it has no checksum, or an earlier version wrote it")
     file.seek(place)
-    held = file.read(len(BLANK)).decode("ascii")
-    if held != _digest(file, place):
-        raise DamagedError(path, "its checksum does not fit its content")
-    return held
+    seal = file.read(len(BLANK)).decode("ascii")
+    if seal != _digest(file, place):
+        raise DamagedError(path, "its checksum does not match its content")
+    return seal
 
 
 def _place(file: IO[bytes]) -> int | None:

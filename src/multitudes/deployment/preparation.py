@@ -74,9 +74,9 @@ def _without_norms(net: Multitude, example: Input, options: dict[str, Any]) -> t
     Nothing is folded if the network's code inspects values: another input may skip the norm.
     """
     values = [*net.network.parameters(), *net.network.buffers(), *tensors_in(example)]
-    with expecting(net.network), recording(net.network, (), looks=values) as trace:
+    with expecting(net.network), recording(net.network, (), inspected=values) as trace:
         net._of_first(example)
-    if trace.looks:
+    if trace.inspections:
         return net, 0
     quick, pairs = _folded(net, example, options)
     want = net(example, **options)

@@ -1,4 +1,4 @@
-"""Draws: many random passes of one network, and noise that stays the same between passes.
+"""Draws: random passes of one network, and frozen noise.
 
 Imports `base`, `networks` and `tasks`. Stochastic layers derive from `Stochastic` in `networks/stochastic.py`.
 """

@@ -1,4 +1,4 @@
-"""Adaptive draws: as many per input as its prediction needs."""
+"""Adaptive draws: each input gets as many as its prediction needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multitudes.networks.verification import rows_interact
 from multitudes.tasks.predictive import Predictive
 
 FEWEST = 8
-"""Draws before any input may stop; fewer often agree by chance, which makes their spread look like 0."""
+"""The minimum number of draws per input; fewer often agree by chance, which hides their spread."""
 
 
 def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
@@ -30,13 +30,13 @@ def _check(net: Any, x: Input, tolerance: float, max_draws: int) -> None:
     verdicts = net._draw_cache.verdicts
     if verdicts.reason("rows", net.network, x, lambda: rows_interact(net.network, net._predictions, x)):
         raise InputError(
-            "draws='auto' draws some inputs more often than others, and this network's predictions for one input "
-            "depend on the others, or its batch is not the first dimension of x: give a number of draws"
+            "draws='auto' makes more draws for some inputs than for others, and this network's prediction for one "
+            "input may depend on the others, or the first dimension of x is not the batch: pass a number of draws"
         )
 
 
 def schedule(max_draws: int) -> list[int]:
-    """Return the counts of draws after which inputs may stop: each doubles the last, up to `max_draws`.
+    """Return the numbers of draws after which inputs may stop: each is twice the last, up to `max_draws`.
 
     >>> schedule(200), schedule(10)
     ([12, 24, 48, 96, 192], [10])
@@ -54,11 +54,10 @@ def predict_adaptively(
     seed: int | None,
     memory: str | float | None,
 ) -> Predictive:
-    """Draw a multitude until the standard error of each input's mean prediction, by `read`, is below `tolerance`.
+    """Make draws until the standard error of each input's mean prediction, by `read`, is below `tolerance`.
 
-    The counts double, so an input that stops early can repeat its draws to reach the common number. This changes no
-    mean over draws, only the share of pairs that disagree, which counts a draw and its copy. `Predictive.draws` holds
-    the number for each input.
+    The numbers of draws double, so an input that stops early repeats its draws to reach the common number. This changes
+    no mean over draws, only the share of pairs that disagree. `Predictive.draws` holds the number for each input.
     """
     _check(net, x, tolerance, max_draws)
     counts = schedule(max_draws)
@@ -93,10 +92,7 @@ def predict_adaptively(
 
 
 def _standard_error(drawn: Tensor, read: Callable[..., Predictive]) -> Tensor:
-    """Return the largest standard error of an input's mean prediction, `[B]`, from draws `[D, M, B, ...]`.
-
-    Members are fixed; only the draws vary between runs.
-    """
+    """Return the largest standard error of each input's mean prediction, `[B]`, from draws `[D, M, B, ...]`."""
     draws, members = drawn.shape[:2]
     values = read(drawn.flatten(0, 1)).member_values.unflatten(0, (draws, members))
     error = (values.var(0).mean(0) / (draws * members)).sqrt()

@@ -1,8 +1,8 @@
-"""Frozen layers: noise on activations with the same random numbers each time.
+"""Frozen noise: stochastic layers with the same random numbers in each call.
 
-The numbers are a hash, in 32-bit integers, of a seed that the layer keeps. They need no storage, fit inputs of any
-size, and are the same on every device, under `torch.vmap`, compiled and exported. All rows of a batch share them. Two
-runs, with two rows and with three, show which axis is the batch axis.
+The numbers are a 32-bit hash of a seed that the layer stores. They fit inputs of any size and are the same on every
+device, under `torch.vmap`, compiled and exported. All rows of a batch share them. Two runs, with two and three rows,
+show which axis is the batch axis.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Shape = tuple[int, ...]
 
 
 class FrozenNoise(Sharing):
-    """A stochastic layer with the same random numbers each time, for all rows of a batch.
+    """A stochastic layer with the same random numbers in each call, for all rows of a batch.
 
-    It shares the layer's registries and settings. `frozen`, a buffer, is the seed of its numbers. With an empty list as
-    `kept`, the numbers of the next call become constants. `_axes` maps a rank to its batch axis, if that is not the
-    first; to None for numbers that do not belong to rows.
+    It shares the layer's registries and settings. The buffer `frozen` is the seed of its numbers. If `kept` is an empty
+    list, the next call stores its numbers there as constants. `_axes` maps ranks to batch axes other than the first;
+    None stands for numbers without a batch axis.
     """
 
     shares = "layer"
@@ -49,15 +49,15 @@ class FrozenNoise(Sharing):
             return self.layer(*args, **kwargs)
 
     def axis(self, shape: Shape) -> int | None:
-        """Return the batch axis of numbers of this shape; None if they do not belong to rows."""
+        """Return the batch axis of numbers of this shape, or None."""
         if self.layer.noise != "rows":
             return None
         if self.seen is not None:
             self.seen.append(shape)
         elif self._axes is None and len(shape) == 3:
             raise ValueError(
-                f"a frozen {type(self.layer).__name__} got an input of shape {list(shape)} and does not know yet which "
-                "axis is the batch's: call the frozen multitude once, and take its members then"
+                f"the batch axis of a frozen {type(self.layer).__name__} is unknown for numbers of shape "
+                f"{list(shape)}: call the frozen multitude once before you take its members"
             )
         return (self._axes or {}).get(str(len(shape)), 0)
 
@@ -74,7 +74,7 @@ class FrozenNoise(Sharing):
 
 
 class _Numbers:
-    """The random source of a frozen layer: a `Draw` with the same numbers each time and for all rows."""
+    """The random numbers of a frozen layer, used in place of a `Draw`."""
 
     def __init__(self, layer: FrozenNoise) -> None:
         self.layer = layer
@@ -84,12 +84,12 @@ class _Numbers:
 
     def numbers(self, kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
         axis, kept = self.layer.axis(shape), self.layer.kept
-        own = shape if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
+        one_row = shape if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
         self.requests += 1
         if kept is not None and self.requests <= len(kept):
             numbers = kept[self.requests - 1]
         else:
-            numbers = self._new(kind, math.prod(own), device).to(dtype).reshape(own)
+            numbers = self._new(kind, math.prod(one_row), device).to(dtype).reshape(one_row)
             if kept is not None:
                 kept.append(numbers)
         if axis is None:
@@ -103,7 +103,7 @@ class _Numbers:
         return radius * torch.cos(2 * math.pi * self._uniform(count, device))
 
     def _uniform(self, count: int, device: torch.device) -> Tensor:
-        """Return float32 numbers from [0, 1), `[count]`, different ones at each call."""
+        """Return float32 numbers from [0, 1), `[count]`; each call returns others."""
         self.stream += 1
         seed = self.seed.to(device)
         index = torch.arange(count, device=device)
@@ -112,9 +112,9 @@ class _Numbers:
 
 
 def hash_numbers(numbers: Tensor) -> Tensor:
-    """Return a hash of numbers below 2^32, in int64 (Mueller's, of two rounds).
+    """Hash numbers below 2^32, as int64 (two rounds of Mueller's hash).
 
-    >>> scrambled(torch.tensor([0, 1, 2]))
+    >>> hash_numbers(torch.tensor([0, 1, 2]))
     tensor([         0,  824515495, 1722258072])
     """
     for _ in range(2):
@@ -126,14 +126,14 @@ def hash_numbers(numbers: Tensor) -> Tensor:
 
 
 def rows_to_find(network: nn.Module) -> dict[str, FrozenNoise]:
-    """Return the frozen layers whose batch axis was not found yet, by name."""
+    """Return the frozen layers whose batch axis is unknown, by name."""
     modules = network.named_modules()
     return {name: module for name, module in modules if isinstance(module, FrozenNoise) and module._axes is None}
 
 
 @torch.no_grad()
 def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None:
-    """Find the batch axes of frozen layers' numbers: the axes that grow with the number of rows."""
+    """Find the batch axes of frozen layers' numbers: the axes whose length depends on the number of rows."""
     layers = rows_to_find(network)
     if layers:
         with preserve_state(network, x):
@@ -145,13 +145,13 @@ def find_rows(network: nn.Module, x: Input, run: Callable[[Input], Any]) -> None
 def _shapes(
     layers: Mapping[str, FrozenNoise], x: Input, count: int, run: Callable[[Input], Any]
 ) -> dict[str, Sequence[Shape]]:
-    """Return the shapes of layers' numbers in a run of `count` rows; none if the network needs a fixed batch size."""
+    """Return the shapes of layers' numbers in a run of `count` rows; empty if the network needs a fixed batch size."""
     for layer in layers.values():
         layer.seen = []
     try:
         run(select_rows(x, torch.zeros(count, dtype=torch.int64)))
         return {name: layer.seen or () for name, layer in layers.items()}
-    except Exception:  # from the user's code, which may need a fixed batch size
+    except Exception:  # the user's code may need a fixed batch size
         run(x)  # raises the network's own error if x does not fit
         return dict.fromkeys(layers, ())
     finally:
@@ -160,14 +160,14 @@ def _shapes(
 
 
 def _axes(name: str, layer: FrozenNoise, two: Sequence[Shape], three: Sequence[Shape]) -> dict[str, int | None]:
-    """Return the batch axis for each rank if it is not the first, from the shapes for two rows and for three."""
+    """Return the batch axis for each rank, unless it is the first, from the shapes for two and three rows."""
     found: dict[str, int | None] = {}
     for one, other in zip(two, three, strict=False):
         longer = (axis for axis, (few, more) in enumerate(zip(one, other, strict=False)) if few != more)
         axis, rank = next(longer, None), str(len(one))
         if found.setdefault(rank, axis) != axis:
             raise ValueError(
-                f"layer {name!r} ({type(layer.layer).__name__}) gets the rows of a batch along axis {found[rank]} and "
-                f"along axis {axis}, so that it cannot be frozen: give each place a layer of its own"
+                f"layer {name!r} ({type(layer.layer).__name__}) cannot be frozen, since it is called with batch axis "
+                f"{found[rank]} and with batch axis {axis}: use a separate layer for each call"
             )
     return {rank: axis for rank, axis in found.items() if axis != 0}

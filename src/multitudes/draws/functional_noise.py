@@ -1,9 +1,9 @@
-"""Functional noise: modules whose own code draws in training, found by observation and kept on in evaluation.
+"""Functional noise: random functions in a module's own code, kept on in evaluation.
 
 Examples are `F.dropout` in a `forward`, attention with `dropout_p`, and a mask from `torch.rand` behind
-`if self.training`, none of which is a layer. Two runs, one in training mode and one in evaluation mode, show which
-modules draw only in training. Each of them then runs its own code as in training, with the random numbers of a draw
-(`FunctionalNoise`), while its child modules stay in evaluation mode.
+`if self.training`. Two recorded runs, in training and in evaluation mode, show which modules draw only in training.
+Each of them then runs its own code in training mode with the random numbers of a draw (`FunctionalNoise`), while its
+child modules stay in evaluation mode.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _MARK = "keeps_functional_noise"
 _ACTIVATIONS = (nn.RReLU,)
 _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention", "feature_dropout",
           "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # fmt: skip
-"""Functions that return their input if they drop nothing."""
+"""Functions that compute the same in training as in evaluation if they drop nothing."""
 
 
 class FunctionalNoise(Stochastic):
-    """Random numbers for a module's own code; `rate`, if given, replaces its dropout rate."""
+    """The random numbers of a module's own code; `rate`, if given, replaces its dropout rate."""
 
-    still = False  # True: run the code as in training, but drop nothing
+    still = False  # if True, run the code in training mode but drop nothing
 
     def __init__(self, rate: float | None = None) -> None:
         super().__init__()
         self.rate = rate
 
     def forward(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        """Run a module's own code as in training, with this source's numbers, or as in evaluation."""
+        """Run a module's own code in training mode with this source's numbers, or in evaluation mode."""
         before = module.training
         module.training = not self.expects
         try:
-            if self.expects or (before and self.draw is None and self.rate is None):  # torch's own numbers are as good
+            if self.expects or (before and self.draw is None and self.rate is None):  # torch's own numbers will do
                 return run()
             check = partial(_check_not_checkpointed, module) if torch.is_grad_enabled() else None
             with RandomFrom(self, check):
@@ -74,37 +74,35 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 def _check_not_checkpointed(module: nn.Module, function: str) -> None:
     """Raise an InputError if a module's own code draws inside `torch.utils.checkpoint`.
 
-    The backward pass would recompute that code without this source, and draw other numbers. Checkpoints around the
-    whole module are fine, since they rerun all of it.
+    The backward pass would rerun that code without this source. Checkpoints around the whole module are fine.
     """
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not FunctionalNoise.forward.__code__:
         if frame.f_code is _CHECKPOINT:
             raise InputError(
-                f"the code of a {type(module).__name__} calls {function} inside torch.utils.checkpoint, which would "
-                "draw others in the backward pass: turn its checkpointing off, or leave the dropout rate as it is"
+                f"the code of a {type(module).__name__} calls {function} inside torch.utils.checkpoint, so the "
+                "backward pass would draw other numbers: turn off checkpointing, or do not change the dropout rate"
             )
         frame = frame.f_back
 
 
-_KEPT: dict[type[nn.Module], type[nn.Module]] = {}
+_NOISY: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def noisy_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward runs through its `FunctionalNoise`; cached."""
-    if kind in _KEPT:
-        return _KEPT[kind]
+    if kind in _NOISY:
+        return _NOISY[kind]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._modules[CHILD](self, partial(kind.forward, self, *args, **kwargs))
 
     own = {"forward": forward, "own_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    _KEPT[kind] = type(kind.__name__, (kind,), own)
-    return _KEPT[kind]
+    return _NOISY.setdefault(kind, type(kind.__name__, (kind,), own))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before its noise was kept on."""
+    """Return the class of a module without `noisy_class`."""
     return vars(type(module)).get("own_class", type(module))
 
 
@@ -112,35 +110,34 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def mark_noise_to_keep(network: nn.Module, rate: float | None) -> None:
-    """Mark a network: keep its functional noise on, once an input shows where it is."""
+    """Mark a network whose functional noise is kept on; the first input shows where it is."""
     vars(network)[_MARK] = {"rate": rate}
 
 
 def freeze_noise_when_found(network: nn.Module, seed: Tensor) -> None:
-    """Mark a network: freeze functional noise that is found later, with numbers from a seed."""
+    """Mark a network whose functional noise is frozen once it is found, with numbers from a seed."""
     network.register_buffer(SEED, seed)
 
 
 def has_noise_to_keep(network: nn.Module) -> bool:
-    """Return whether the network's functional noise is to be kept on, but was not searched for yet."""
+    """Return whether the network is marked by `mark_noise_to_keep`, and its noise was not found yet."""
     return _MARK in vars(network)
 
 
 def has_noise_to_find(network: nn.Module) -> bool:
-    """Return whether functional noise, or the batch axes of frozen noise, have yet to be found by running an input."""
+    """Return whether an input has yet to show functional noise or the batch axes of frozen noise."""
     return has_noise_to_keep(network) or bool(rows_to_find(network))
 
 
 def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> dict[str, str]:
-    """Find the batch axes of frozen noise, and keep on what the network's own code draws in training.
+    """Find the batch axes of frozen noise and the functional noise, and keep the latter on (frozen if so marked).
 
-    Return a note for each module that was kept on, by its name. Raise an error for noise that cannot be kept on. In a
-    frozen network, the noise is frozen too.
+    Return a note for each module with noise, by name. Raise an error for noise that cannot be kept on.
     """
     find_rows(network, x, run)
     if not has_noise_to_keep(network):
         return {}
-    found = _kept(network, x, partial(run, x), vars(network)[_MARK]["rate"])
+    found = _keep_on(network, x, partial(run, x), vars(network)[_MARK]["rate"])
     del vars(network)[_MARK]
     if (seed := network._buffers.pop(SEED, None)) is not None:
         for number, name in enumerate(found):
@@ -150,20 +147,23 @@ def find_noise(network: nn.Module, x: Input, run: Callable[[Input], Tensor]) -> 
     return {name: f"{', '.join(sorted(functions))} in its own code stays on" for name, functions in found.items()}
 
 
-def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float | None) -> dict[str, set[str]]:
-    """Keep on the noise that is found; return the modules, with the functions by which they draw."""
-    found = _found(network, x, run)
+def _keep_on(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float | None) -> dict[str, set[str]]:
+    """Keep functional noise on; return the random functions of each module."""
+    found = _find(network, x, run)
     for name in found:
         module = network.get_submodule(name)
         if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or hasattr(module, CHILD):
-            raise ValueError(f"{_place(network, name)} draws in its own code, which cannot be kept on there")
+            raise ValueError(
+                f"{_place(network, name)} draws random numbers in its own code, which cannot be kept on for this kind "
+                "of module: select the dropout layers to keep on with layers="
+            )
     for name in found:
         module = network.get_submodule(name)
         module.add_module(CHILD, FunctionalNoise(rate).train(module.training))
         module.__class__ = noisy_class(type(module))
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # fast path: reads the weights of its layers instead of calling them
+            module.activation_relu_or_gelu = 0  # the fast path does not call the layers
     try:
         _check_only_noise(network, x, run, found)
     except BaseException:
@@ -175,8 +175,8 @@ def _kept(network: nn.Module, x: Input, run: Callable[[], Tensor], rate: float |
     return found
 
 
-def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
-    """Find the modules whose own code draws in training but not in evaluation, and the functions that they draw by."""
+def _find(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str, set[str]]:
+    """Return the random functions that modules call in training but not in evaluation."""
     seen: dict[bool, dict[str, set[str]]] = {}
     for training in (True, False):
         with (
@@ -192,8 +192,8 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
         if training and trace.unknown_random:
             name = next(iter(trace.unknown_random))
             raise ValueError(
-                f"{_place(network, name)} draws random numbers in training in a way that cannot be kept on in "
-                "evaluation; layers= names the dropout layers that shall stay on, without it"
+                f"{_place(network, name)} draws random numbers in training by an unknown function, which cannot be "
+                "kept on in evaluation: select the dropout layers to keep on with layers="
             )
     return {
         name: new
@@ -204,7 +204,7 @@ def _found(network: nn.Module, x: Input, run: Callable[[], Tensor]) -> dict[str,
 
 
 def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], found: dict[str, set[str]]) -> None:
-    """Raise an error if code under `self.training` does more than drop, since keeping it on would change evaluation."""
+    """Raise an error if code under `self.training` does more than dropout, which would change evaluation."""
     if not found or not all(functions <= _DROPS for functions in found.values()):
         return
     with override_attribute(network.modules(), "training", False), preserve_state(network, x), torch.no_grad():
@@ -220,8 +220,8 @@ def _check_only_noise(network: nn.Module, x: Input, run: Callable[[], Tensor], f
     if not agree(got[None], want[None]):
         places = ", ".join(_place(network, name) for name in found)
         raise ValueError(
-            f"{places} asks for self.training for more than dropout, which cannot be kept on alone; layers= names the "
-            "dropout layers that shall stay on, without it"
+            f"{places} uses self.training for more than dropout, so dropout alone cannot be kept on: select the "
+            "dropout layers to keep on with layers="
         )
 
 

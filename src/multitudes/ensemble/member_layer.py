@@ -121,13 +121,13 @@ class MemberLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            is_view, learns, vmap, late = RUNNING.get()
+            is_view, learns, lazy_vmap, late = RUNNING.get()
             if is_view and not self.in_view:
                 raise InputError(
                     f"{self._named()} is called through an object that is not a module of the network, so the member "
                     "is unknown: exclude the layer by layers=, or make it a submodule of its caller"
                 )
-            if self.vmapped and vmap is None:
+            if self.vmapped and lazy_vmap is None:
                 raise InputError(
                     f"{self._named()} runs again outside of its network's forward, where members cannot be batched"
                 )
@@ -136,7 +136,7 @@ class MemberLayer(nn.Module):
                     raise InputError(f"{self._named()} runs in another order than before")
                 late += [self] if self.untiled else []
             if learns and not torch.is_grad_enabled() and (given := checkpointed()) is not None:
-                if vmap is not None:
+                if lazy_vmap is not None:
                     raise InputError(f"{self._named()} runs inside torch.utils.checkpoint with use_reentrant=True")
                 if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
                     raise InputError(
@@ -191,9 +191,9 @@ class MemberLayer(nn.Module):
 
     def _at_once(self) -> VmapLevel:
         """Return the members that run under vmap."""
-        vmap = RUNNING.get().vmap
-        assert vmap is not None
-        return vmap.enter()
+        lazy_vmap = RUNNING.get().lazy_vmap
+        assert lazy_vmap is not None
+        return lazy_vmap.enter()
 
     def _each(self, x: Tensor, own: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Apply `own`, a function of a member's number and rows, for each member."""

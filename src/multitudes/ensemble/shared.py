@@ -19,8 +19,7 @@ from multitudes.ensemble.multitude import Multitude
 from multitudes.ensemble.runners.one_by_one import OneByOne, member_view
 from multitudes.ensemble.runners.selection import SHARED, Workload, runners_for
 from multitudes.ensemble.runners.side_by_side import SideBySide, Tiled
-from multitudes.networks.calls import Input, InputError, input_errors, tensors_in, tile, verdict_key
-from multitudes.networks.calls import rows as some_rows
+from multitudes.networks.calls import Input, InputError, input_errors, select_rows, tensors_in, tile, verdict_key
 from multitudes.networks.copies import copied, share_hooks
 from multitudes.networks.dispatch import uncompiled
 from multitudes.networks.settings import computing_hooks
@@ -99,7 +98,7 @@ class SharedMembers(Multitude):
         parts = self._parts(len(y), y.device)
         with input_errors(x):
             self.prepare_run(x)
-            divided = x if parts.numel() == len(y) else some_rows(x, parts.flatten())
+            divided = x if parts.numel() == len(y) else select_rows(x, parts.flatten())
             predictions = self._runners.runner_for_own_rows(x).run_own_rows(divided)
         weights = [None] * self.members if weight is None else weight[parts].unbind()
         own_loss = self._criterion(criterion, task, predictions, y[parts[0]]).loss
@@ -319,7 +318,7 @@ class SharedRunners:
         drawing = {name for name, module in member.named_modules() if isinstance(module, Stochastic)}
         hooked = {name for name, module in member.named_modules() if _has_hooks(module)}
         try:
-            recorded = recording(member, tensors=False, work=True, looks=tensors_in(x))
+            recorded = recording(member, tensors=False, work=True, inspected=tensors_in(x))
             with preserve_state(self.network, x), torch.no_grad(), recorded as trace:
                 run(member, x)
         except torch.OutOfMemoryError:
@@ -338,7 +337,7 @@ class SharedRunners:
             self.members * largest if all(layer.batched for layer in layers.values()) else inf,
             not hooked.isdisjoint(call.name for call in (*first.inside, *after)),
             bool(drawing),
-            bool(trace.looks),
+            bool(trace.inspections),
         )
 
     # -- verification ------------------------------------------------------------------------------------
@@ -349,7 +348,7 @@ class SharedRunners:
         A batch of one row is also verified as two rows, since one row hides errors of broadcasting.
         """
         if _batch(x) == 1:
-            twice = some_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
+            twice = select_rows(x, torch.zeros(2, dtype=torch.int64, device=tensors_in(x)[0].device))
             if reason := self._difference(twice, runner, own_rows):
                 return reason
         few = sorted({0, self.members - 1})

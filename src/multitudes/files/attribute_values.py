@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multitudes.networks.settings import FLAT_WEIGHTS, HF_CACHES, computing_hooks, describe
+from multitudes.networks.settings import FLAT_WEIGHTS, HF_CACHES, computing_hooks, describe_setting
 
 _DEPTH = 4
 _CODE = re.compile(r"\{(\d+\.\d+):[0-9a-f]+\}")
@@ -31,7 +31,7 @@ def describe_attributes(module: nn.Module, keys: Iterable[str], seen: set[int]) 
         if key in (*computing_hooks(module), *HF_CACHES, *FLAT_WEIGHTS) or id(value) in seen:
             continue
         seen.add(id(value))
-        held[key] = describe(value)
+        held[key] = describe_setting(value)
         if (tree := _parts(value)) is not None:
             parts[key] = tree
     return {"held": held, "parts": parts}
@@ -43,7 +43,7 @@ def restore_attributes(module: nn.Module, node: Mapping[str, Any]) -> None:
         if key in vars(module):
             _restore_parts(vars(module)[key], tree)
     for key, want in node.get("held", {}).items():
-        got = describe(vars(module)[key]) if key in vars(module) else "missing"
+        got = describe_setting(vars(module)[key]) if key in vars(module) else "missing"
         if _comparable(got, want) != _comparable(want, got):
             place = f"layer {node['origin']!r}" if node["origin"] else "the network"
             kind = node["class"].rpartition(".")[2]

@@ -1,5 +1,4 @@
-"""Everything that touches a user's network: calls, copies, settings, random numbers, traces and verification.
+"""Code that runs and inspects a user's network: calls, copies, settings, random numbers, traces, verification.
 
-Imports `base`. All code that runs a network on behalf of the library records it with `trace.py` and compares it with
-`verification.py`.
+Imports `base`. Other packages record runs with `trace.py` and compare them with `verification.py`.
 """

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from multitudes.networks.copies import copied
-from multitudes.networks.settings import computing_hooks, describe
+from multitudes.networks.settings import computing_hooks, describe_setting
 
 
 def of_one_architecture(networks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the networks after checking them against the first one; equal frozen parameters become shared.
+    """Check that networks have the architecture of the first one, and return them; share equal frozen parameters.
 
-    A network that is given twice is copied. An iterator is read one network at a time, so that copies of a frozen
+    A network that appears twice is copied. An iterator is read one network at a time, so that copies of a frozen
     backbone are never all in memory.
     """
     found: list[nn.Module] = []
@@ -36,7 +36,7 @@ def stackable(tensor: Tensor) -> bool:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same numbers; sparse and quantized ones are compared as dense ones."""
+    """Return whether two tensors are equal; sparse and quantized ones are compared as dense ones."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     return dense(one).equal(dense(other))
@@ -48,7 +48,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def share_frozen(first: nn.Module, other: nn.Module) -> None:
-    """Replace frozen parameters of `other` by those of `first` where they are equal, so that memory holds them once."""
+    """Replace frozen parameters of `other` by equal ones of `first`, to store them once."""
     theirs = dict(first.named_parameters(remove_duplicate=False))
     for path, module in other.named_modules():
         prefix = f"{path}." if path else ""
@@ -60,13 +60,13 @@ def share_frozen(first: nn.Module, other: nn.Module) -> None:
 
 
 def shared_parameters(networks: list[nn.Module]) -> dict[str, nn.Parameter]:
-    """Return the parameters that several networks hold, by their names in the first one."""
+    """Return the parameters that the first network shares with others, by name."""
     others = {id(parameter) for network in networks[1:] for parameter in network.parameters()}
     return {name: parameter for name, parameter in networks[0].named_parameters() if id(parameter) in others}
 
 
 def own_parameters(networks: list[nn.Module], shared: set[int]) -> None:
-    """Give each network its own copy of the parameters with these ids; parameters that are tied stay tied."""
+    """Give each network its own copy of the parameters with these ids; tied parameters stay tied."""
     for network in networks:
         copies: dict[int, nn.Parameter] = {}
         for module in network.modules():
@@ -91,7 +91,7 @@ def check_architecture(first: nn.Module, other: nn.Module, index: int) -> None:
             if one != two:
                 place = f"module {name!r}" if name else "the network itself"
                 raise ValueError(
-                    f"networks[{index}] and networks[0] differ in {place}: {key} is {one[:100]} against {two[:100]}"
+                    f"networks[{index}] and networks[0] differ in {place}: {key} is {one[:100]} and {two[:100]}"
                 )
 
 
@@ -114,7 +114,7 @@ def _check_tensors(first: dict[str, Tensor], other: dict[str, Tensor], index: in
         got = other[name]
         if want.shape != got.shape or want.dtype != got.dtype:
             raise ValueError(
-                f"networks[{index}] and networks[0] differ at {name!r}: {list(got.shape)} {got.dtype} against "
+                f"networks[{index}] and networks[0] differ at {name!r}: {list(got.shape)} {got.dtype} and "
                 f"{list(want.shape)} {want.dtype}"
             )
 
@@ -140,6 +140,6 @@ def _is_function(value: Any) -> bool:
 def _described(value: Any) -> str:
     """Describe a setting; a constant tensor that is not a buffer by its values."""
     if not isinstance(value, Tensor) or not value.is_leaf:
-        return describe(value)
+        return describe_setting(value)
     numbers = value.detach().flatten()[:1000].tolist() if stackable(value) else []
-    return f"a tensor {list(value.shape)} that is no buffer (register_buffer makes it one): {numbers}"
+    return f"a tensor {list(value.shape)} that is not a buffer (use register_buffer): {numbers}"

@@ -1,6 +1,6 @@
-"""Torch's attention with replaced functions inside, and without fused kernels.
+"""Torch's attention without fused kernels, so that its parts can be replaced.
 
-Nothing here changes torch itself: modes are local to a thread, and copied functions have their own globals.
+Torch itself does not change: modes are local to a thread, and copied functions have their own globals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of `F.scaled_dot_product_attention`."""
+    """The arguments of `F.scaled_dot_product_attention`: `AttentionArguments(*args, **kwargs)`."""
 
     query: Tensor
     key: Tensor
@@ -32,13 +32,13 @@ class AttentionArguments(NamedTuple):
     enable_gqa: bool = False
 
 
-# -- attention as a whole ----------------------------------------------------------------------------------
+# -- multi-head attention ----------------------------------------------------------------------------------
 
 
 def _unwatched(function: Any) -> Callable[..., Any]:
-    """Copy a torch function that hides its parts from function modes, so that modes see the parts instead."""
+    """Copy a torch function that function modes see as a whole, so that they see its parts instead."""
     own = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    own["_check_key_padding_mask"] = _check_padding  # compilers cannot trace torch's own inside a mode
+    own["_check_key_padding_mask"] = _check_padding  # compilers cannot trace torch's own in a mode
     copy = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -91,7 +91,7 @@ def _by_math(given: AttentionArguments) -> Tensor:
 
 
 def attend_with_dropout(drop: Callable[[Tensor], Tensor], given: AttentionArguments) -> Tensor:
-    """Compute attention with its weights `[..., T, S]` passed through `drop`."""
+    """Compute attention, and apply `drop` to its weights `[..., T, S]`."""
     query, key, value, mask, _, is_causal, scale, enable_gqa = given
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]

@@ -1,4 +1,4 @@
-"""Call any network: arguments, outputs, errors for wrong inputs, and locks."""
+"""Calls of any network: arguments, outputs, errors for wrong inputs, and locks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Input = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 class InputError(ValueError):
-    """A wrong input or argument, described by the library; passed on unchanged."""
+    """A wrong input or argument, with a message of the library; never wrapped in another error."""
 
 
 def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments for a network called with `x`.
+    """Return the positional and keyword arguments with which to call a network on `x`.
 
-    A mapping holds keyword arguments, or is itself the one argument of a `forward(batch)`.
+    A mapping holds keyword arguments, or is the single argument of `forward(batch)`.
     """
     if isinstance(x, Mapping):
         return ((x,), {}) if _takes_whole(network, x) else ((), dict(x))
@@ -37,7 +37,7 @@ def split_call(network: nn.Module, x: Input) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
-    """Return whether a network's forward takes a mapping as one argument, instead of its entries as keywords."""
+    """Return whether a network's forward takes a mapping as one argument, and not its entries as keywords."""
     if torch.compiler.is_compiling():
         return False
     signature = inspect.signature(network.forward)
@@ -53,7 +53,7 @@ def _takes_whole(network: nn.Module, x: Mapping[str, Any]) -> bool:
 
 
 def call(network: nn.Module, x: Input) -> Tensor:
-    """Run a network and return its prediction: the tensor it returns, its `logits`, or the chosen output."""
+    """Run a network and return its prediction (see `prediction_in`)."""
     if isinstance(x, Tensor):
         answer = network(x)
     else:
@@ -63,10 +63,10 @@ def call(network: nn.Module, x: Input) -> Tensor:
 
 
 def under_all_names(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return replacement tensors by all their places in the network, given one name for each.
+    """Add the other names of tied tensors to a state that has one name for each.
 
-    For `functional_call` with `tie_weights=False`: a tied tensor is replaced in all its places. Each module goes by one
-    of its names only, as `functional_call` does not restore modules that are replaced under two.
+    This is for `functional_call` with `tie_weights=False`. A shared module keeps one name, since `functional_call` does
+    not restore modules that are replaced under two.
     """
     own = dict(network.named_parameters()) | dict(network.named_buffers())
     given = {id(own[name]): tensor for name, tensor in state.items() if name in own}
@@ -79,7 +79,7 @@ def under_all_names(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str
 
 
 def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tensor:
-    """Run a network with some of its tensors replaced, by name, and return its prediction."""
+    """Run a network with some of its tensors replaced, and return its prediction."""
     args, kwargs = split_call(network, x)
     return prediction_in(
         functional_call(network, under_all_names(network, state), args, kwargs, tie_weights=False), network
@@ -87,31 +87,28 @@ def call_with(network: nn.Module, state: Mapping[str, Tensor], x: Input) -> Tens
 
 
 OUTPUT = "multitudes_output"
-"""The attribute of a network that holds its `output`; copies and saved files keep it."""
+"""The attribute that holds a network's `output`; copies and saved files keep it."""
 
 Output = str | int | Callable[[Any], Tensor]
-"""The prediction in a network's output: a key or attribute, a position, or a function of the output."""
+"""The place of the prediction in a network's output: a key, an attribute, a position, or a function of the output."""
 
 
 def with_output(network: nn.Module, output: Output) -> nn.Module:
-    """Return the network with a chosen output, sharing its parameters, buffers and children.
-
-    The given network does not change: two multitudes may use different outputs of one network.
-    """
+    """Return a shallow copy of the network with a chosen output; it shares parameters, buffers and children."""
     if isinstance(output, bool) or not (isinstance(output, (str, int)) or callable(output)):
-        raise ValueError(f"output must be a key, an attribute, a position or a function of the answer, got {output!r}")
-    twin = copy.copy(network)  # shallow: shares the network's registries
+        raise ValueError(f"output must be a key, an attribute, a position or a function of the output, got {output!r}")
+    twin = copy.copy(network)
     object.__setattr__(twin, OUTPUT, output)
     return twin
 
 
 def chosen_output(network: nn.Module) -> Output | None:
-    """Return the chosen output of a network; None if none was chosen."""
+    """Return the chosen output of a network, or None."""
     return vars(network).get(OUTPUT)
 
 
 def prediction_in(answer: Any, network: nn.Module) -> Tensor:
-    """Return the prediction in a network's output: the chosen part, the output itself, or its `logits`."""
+    """Return the prediction in a network's output: the chosen part, the tensor itself, or its `logits`."""
     output = vars(network).get(OUTPUT)
     if output is not None:
         found = part_of(answer, output)
@@ -124,20 +121,21 @@ def prediction_in(answer: Any, network: nn.Module) -> Tensor:
     if isinstance(logits, Tensor):
         return logits
     raise InputError(
-        f"the network returned a {type(answer).__name__}{_parts(answer)}; say which is the prediction, by name, "
-        "position or a function of the answer: mt.Multitude(model, output=...), which methods take as they take a model"
+        f"found no prediction in the network's output, a {type(answer).__name__}{_parts(answer)}: pass its name, its "
+        "position or a function of the output as output= of mt.Multitude(model, output=...), and pass the result to "
+        "methods instead of model"
     )
 
 
 def part_of(answer: Any, output: Output) -> Any:
     """Return the chosen part of a network's output; raise an error if it is missing.
 
-    A single tensor counts as its own logits, since some networks return more in training only; it has no other part.
+    A single tensor counts as the logits, since some networks return more than logits in training only.
     """
     if isinstance(answer, Tensor) and not callable(output):
         if output == "logits":
             return answer
-        raise InputError(f"output={_shown(output)} was chosen, and the network returned one tensor alone")
+        raise InputError(f"output={_shown(output)} does not exist: the network returned a single tensor")
     try:
         if callable(output):
             return output(answer)
@@ -146,7 +144,7 @@ def part_of(answer: Any, output: Output) -> Any:
         return answer[output]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         raise InputError(
-            f"output={_shown(output)} is not in what the network returned, a {type(answer).__name__}"
+            f"output={_shown(output)} is missing from the network's output, a {type(answer).__name__}"
             f"{_parts(answer)}: {error}"
         ) from error
 
@@ -156,7 +154,7 @@ def _shown(output: Output) -> str:
 
 
 def _parts(answer: Any) -> str:
-    """List the tensors in an output, for an error."""
+    """Format the tensors in an output."""
     named: Any = {}
     if isinstance(answer, Mapping):
         named = answer
@@ -174,7 +172,7 @@ def tile(x: Input, times: int) -> Input:
 
 
 def select_rows(x: Input, index: Tensor) -> Input:
-    """Return the inputs at these positions of the batch."""
+    """Select rows of the batch by their positions."""
     batch = tensors_in(x)[0].shape[0]
     return map_tensors(lambda t: t[index] if t.shape[:1] == (batch,) else t, x)
 
@@ -197,8 +195,7 @@ LABELS = ("label", "labels")
 def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
     """Split a batch of data into the arguments of a network and the targets.
 
-    A batch is an input; a tuple or list that starts with one; or a mapping of keyword arguments that includes the
-    labels.
+    A batch is an input, a tuple or list that starts with one, or a mapping of keyword arguments and labels.
     """
     if isinstance(batch, Mapping):
         x: Any = {key: value for key, value in batch.items() if key not in LABELS}
@@ -216,7 +213,7 @@ def split_batch(batch: Any) -> tuple[Input, Tensor | None]:
 
 
 def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
-    """Return the weights `[B]` of a batch `(x, y, weight)`, or None; errors call the batch `what`."""
+    """Return the weights `[B]` of a batch `(x, y, weight)`, or None; `what` names the batch in errors."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 3 or batch[2] is None:
         return None
     weight = batch[2]
@@ -225,12 +222,12 @@ def weight_in(batch: Any, y: Tensor, what: str) -> Tensor | None:
         got = f"{list(weight.shape)} ({weight.dtype})" if isinstance(weight, Tensor) else type(weight).__name__
         got = f"{len(batch)} parts" if len(batch) > 3 else got
         raise ValueError(
-            f"{what} must be (x, y), or (x, y, weight) with one floating-point number for each of the {len(y)} rows as "
-            f"its weight, got {got}"
+            f"{what} must be (x, y), or (x, y, weight) with one floating-point weight for each of the {len(y)} rows, "
+            f"got {got}"
         )
     if not weight.is_cuda and not bool((weight.isfinite() & (weight >= 0)).all()):  # reading would wait for a GPU
         wrong = weight[~(weight.isfinite() & (weight >= 0))][0].item()
-        raise ValueError(f"{what} must have weights that are finite numbers, 0 or more, got {wrong:g}")
+        raise ValueError(f"{what} must have finite weights, 0 or more, got {wrong:g}")
     return weight
 
 
@@ -243,13 +240,13 @@ def tensors_in(x: Any) -> list[Tensor]:
     """Return the tensors in an input, at any depth."""
     if isinstance(x, Tensor):
         return [x]
-    held = x.values() if isinstance(x, Mapping) else x
+    values = x.values() if isinstance(x, Mapping) else x
     nested = isinstance(x, (Mapping, tuple, list)) and not hasattr(x, "_fields")
-    return [tensor for value in held for tensor in tensors_in(value)] if nested else []
+    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
 
 
 def tensor_versions(x: Input) -> list[int]:
-    """Return the version counter of each tensor of an input; 0 in inference mode, which has none."""
+    """Return the version counter of each tensor of an input; 0 in inference mode, which has no counters."""
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
@@ -258,19 +255,19 @@ _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncod
 
 
 def plain_attention(network: nn.Module | None = None) -> AbstractContextManager[Any]:
-    """Make torch's attention call its layers and functions, instead of one fused kernel that vmap cannot batch.
+    """Keep torch's attention modules from their fused kernel, which calls no layers and fails under vmap.
 
-    Does nothing for a `network` without such attention, since a function mode costs a microsecond per function.
+    A `network` without such modules needs no function mode, which would cost a microsecond per function.
     """
     if network is not None and not any(isinstance(module, _FUSED) for module in network.modules()):
         return nullcontext()
-    if torch.compiler.is_compiling():  # set while tracing; the compiled code sets nothing
+    if torch.compiler.is_compiling():  # only while tracing
         return override_attribute([torch.backends.mha], "_is_fastpath_enabled", False)
     return BaseTorchFunctionMode()  # torch uses fused attention only if the thread has no active mode
 
 
 def input_kind(x: Any, batch: int | None = None) -> Any:
-    """Describe an input without its sizes: ranks, dtypes, and which tensors are as long as the first; hashable."""
+    """Describe an input without its sizes, as a hashable: ranks, dtypes, and which tensors have a batch axis."""
     if batch is None:
         first = tensors_in(x)
         batch = first[0].shape[0] if first and first[0].dim() else 0
@@ -284,7 +281,7 @@ def input_kind(x: Any, batch: int | None = None) -> Any:
 
 
 def verdict_key(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
-    """Return the cache key of a verdict: the mode; the kind of input, whether it has several rows, and autocast."""
+    """Return the cache key of a verdict: mode, kind of input, whether it has several rows, and autocast."""
     first = x if isinstance(x, Tensor) else tensors_in(x)[0]
     device = first.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -294,7 +291,7 @@ def verdict_key(network: nn.Module, x: Input) -> tuple[bool, Hashable]:
 
 @contextmanager
 def input_errors(x: Input) -> Iterator[None]:
-    """Turn torch's errors about an unsuitable input into a ValueError that names the input."""
+    """Turn torch's errors inside `with` into a ValueError that names the input."""
     check_input(x)
     try:
         yield
@@ -309,25 +306,24 @@ def check_input(x: Input) -> None:
 
 
 def raise_about(x: Input, error: Exception) -> NoReturn:
-    """Raise a torch error about an input as one that names the input; raise any other error unchanged."""
-    passing = (torch.OutOfMemoryError, NotImplementedError, InputError)  # not about the shape of x
-    if isinstance(error, passing) or "CUDA error" in str(error):
+    """Raise an `InputError` that names the input, or the error itself if it is not about the input."""
+    if isinstance(error, (torch.OutOfMemoryError, NotImplementedError, InputError)) or "CUDA error" in str(error):
         raise error
     shapes = ", ".join(f"{list(t.shape)} ({t.dtype})" for t in tensors_in(x))
     raise InputError(f"x of shape {shapes} does not fit the network: {error}") from error
 
 
 def one_per_input(predictions: Tensor, x: Input) -> Tensor:
-    """Return predictions `[S, B, ...]`; raise an error if B cannot be the number of inputs.
+    """Return predictions `[S, B, ...]`; raise an error if B is not the size of the first or second axis of `x`.
 
-    A single tensor has its batch axis first, or second after a sequence axis; several tensors are not checked.
+    If `x` has several tensors, B is not checked.
     """
     tensors = [x] if isinstance(x, Tensor) else tensors_in(x)
     fits = len(tensors) > 1 or predictions.shape[1:2] in (tensors[0].shape[:1], tensors[0].shape[1:2])
     if predictions.dim() < 2 or not fits:
         raise ValueError(
             f"x of shape {list(tensors[0].shape)} gave predictions of shape {list(predictions.shape)}: the first or "
-            "second dimension of x must be the batch, and the network must give one prediction for each input"
+            "second dimension of x must be the batch, and the network must return one prediction for each input"
         )
     return predictions
 
@@ -340,7 +336,7 @@ _INITIALIZING = threading.RLock()
 
 
 def initializing() -> threading.RLock:
-    """Return the lock for code that initializes networks, since torch has one random state for all threads.
+    """Return the lock for code that initializes networks, which uses torch's random state; all threads share it.
 
     Take it before a network's lock, never after.
     """
@@ -348,10 +344,7 @@ def initializing() -> threading.RLock:
 
 
 def one_thread(network: nn.Module) -> AbstractContextManager[object]:
-    """Return the lock that a thread holds while it runs a network; each copy of a network has its own.
-
-    `torch.compile` cannot trace a lock, so that compiled networks run without it.
-    """
+    """Return the lock of a network, to hold while it runs; no lock in compiled graphs, which cannot trace it."""
     if torch.compiler.is_compiling():
         return nullcontext()
     with _FINDING:
@@ -360,7 +353,7 @@ def one_thread(network: nn.Module) -> AbstractContextManager[object]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Hold a model's lock and put it in evaluation mode; restore the mode of each module afterwards."""
+    """Hold a model's lock and put it in evaluation mode inside `with`; restore each module's mode afterwards."""
     shared = getattr(type(model), "shares", None)  # a multitude's network is not one of its children
     network: nn.Module = model if shared is None else getattr(model, shared)
     with one_thread(network):
@@ -380,4 +373,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)  # the child does not have the threads that held them
+    os.register_at_fork(after_in_child=_forget)  # the child lacks the threads that hold the locks

@@ -1,4 +1,4 @@
-"""Copy networks, including what Python's deepcopy cannot copy."""
+"""Copies of networks, including parts that `copy.deepcopy` cannot copy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Network = TypeVar("Network", bound=nn.Module)
 def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
     """Return a deep copy of a network; `memo` maps the `id` of some of its parts to their replacements.
 
-    `copy.deepcopy` refuses tensors that autograd computed, such as the weight of the old `weight_norm` or a feature map
-    that a network keeps; these are copied without their history. Random generators keep their state. A function in an
-    attribute, `self.act = lambda x: self.fc(x)`, is rebound to the copy.
+    Tensors that autograd computed, such as the weight of the old `weight_norm`, are copied without history. Generators
+    keep their state. A function in an attribute, `self.act = lambda x: self.fc(x)`, is rebound to the copy.
     """
     memo = {} if memo is None else memo
     try:
@@ -28,18 +27,18 @@ def copied(network: Network, memo: dict[int, Any] | None = None) -> Network:
         for value in held:
             if isinstance(value, torch.Generator):
                 memo.setdefault(id(value), value.clone_state())
-            elif isinstance(value, Tensor) and _is_made(value):
+            elif isinstance(value, Tensor) and _is_computed(value):
                 memo.setdefault(id(value), value.data.clone())
         twin = copy.deepcopy(network, memo)
     except (TypeError, RecursionError) as error:  # a lock or a file in some attribute; a list that contains itself
-        raise ValueError(f"model ({type(network).__name__}) holds something that cannot be copied: {error}") from error
+        raise ValueError(f"model ({type(network).__name__}) cannot be copied: {error}") from error
     for module in twin.modules() if any(isinstance(value, FunctionType) for value in held) else ():
         vars(module).update({name: _bound(value, memo) for name, value in vars(module).items()})
     return twin
 
 
 def _bound(value: Any, memo: dict[int, Any]) -> Any:
-    """Rebind functions, also those in containers, to the copies of the objects in their closures."""
+    """Rebind functions, also in containers, to the copies of the objects in their closures."""
     leaves, spec = tree_flatten(value)
     bound = [_bound_function(leaf, memo) if isinstance(leaf, FunctionType) else leaf for leaf in leaves]
     return value if all(map(is_, bound, leaves)) else tree_unflatten(bound, spec)
@@ -68,7 +67,7 @@ def _bound_function(function: FunctionType, memo: dict[int, Any], depth: int = 3
     return twin
 
 
-def _is_made(tensor: Tensor) -> bool:
+def _is_computed(tensor: Tensor) -> bool:
     """Return whether autograd computed a tensor."""
     try:
         return not tensor.is_leaf
@@ -84,20 +83,20 @@ def share_hooks(module: nn.Module, other: nn.Module) -> None:
 
 
 def share_registries(sharer: nn.Module, network: nn.Module) -> None:
-    """Share a network's registries of parameters, buffers and children, and thus its names."""
+    """Share a network's registries of parameters, buffers and children, so that names are the same."""
     for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         object.__setattr__(sharer, registry, getattr(network, registry))
 
 
 class Sharing(nn.Module):
-    """A module that shares the registries of another one, which is its attribute `shares`."""
+    """A module that shares the registries of another one, stored in the attribute that `shares` names."""
 
     shares: str
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         share_registries(self, inner)
-        object.__setattr__(self, self.shares, inner)  # registering it would prefix its names
+        object.__setattr__(self, self.shares, inner)  # a registered child would add a prefix to names
         self.training = inner.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

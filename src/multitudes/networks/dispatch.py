@@ -1,17 +1,22 @@
-"""Dispatch modes that several threads may use at once.
+"""Dispatch modes for several threads at once, and functions that stay out of compiled graphs.
 
-Torch has process-wide flags for an active dispatch mode, and each mode restores the flags it found. If two threads
-overlap, the one that leaves last restores the other's flags: they stay set, and `torch.compile` compiles nothing more.
+Torch has process-wide flags for an active dispatch mode, and each mode restores the flags that it found. If the modes
+of two threads overlap, the flags stay set, and `torch.compile` stops compiling.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 MODE_FLAGS = [
     name
@@ -22,13 +27,13 @@ MODE_FLAGS = [
     )
     if hasattr(_python_dispatch, name)  # older versions of torch have fewer
 ]
-"""Torch's flags, by their names in `torch.utils._python_dispatch`; only these are reset."""
+"""Names of torch's flags in `torch.utils._python_dispatch`."""
 
-_tell_the_compiler = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+_set_compiler_flag = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
 
 
 class ThreadSafeMode:
-    """Mixin for dispatch modes, listed before torch's base; the last mode to exit resets torch's flags."""
+    """Mixin for dispatch modes, to list before torch's base. The last mode to exit resets torch's flags."""
 
     _lock = threading.Lock()
     _active = 0
@@ -50,14 +55,14 @@ class ThreadSafeMode:
             values = (True,) * len(MODE_FLAGS) if kind._active else kind._before
             for name, value in zip(MODE_FLAGS, values, strict=True):
                 setattr(_python_dispatch, name, value)
-            if _tell_the_compiler is not None:
-                _tell_the_compiler(values[-1])
+            if _set_compiler_flag is not None:
+                _set_compiler_flag(values[-1])
 
 
 class RandomUse(ThreadSafeMode, TorchDispatchMode):
-    """Record whether this thread draws from torch's random state, whatever other threads do.
+    """Record whether this thread draws from torch's random state.
 
-    >>> with NumbersDrawn() as drawn:
+    >>> with RandomUse() as drawn:
     ...     _ = torch.ones(2) + 1
     >>> drawn.seen
     False
@@ -78,13 +83,34 @@ class RandomUse(ThreadSafeMode, TorchDispatchMode):
 
 
 def _draws(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a torch operation draws from torch's own random state.
-
-    Attention and recurrent kernels do if they have dropout; other random operations, if they get no generator.
-    """
+    """Return whether an operation draws from torch's random state: with dropout, or without a generator."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return False
     arguments = function._schema.arguments
     given = {argument.name: argument.default_value for argument in arguments}
     given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     return given.get("generator") is None and all(given.get(name, 1) != 0 for name in ("dropout_p", "dropout"))
+
+
+# -- compiled graphs --------------------------------------------------------------------------------------------
+
+
+def uncompiled(function: Function) -> Function:
+    """Exclude a function from compiled graphs, without the two seconds that `torch.compiler.disable` takes to import.
+
+    >>> uncompiled(abs)(-1)
+    1
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        compiler = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is None:
+            return function(*args, **kwargs)
+        if (skip := getattr(compiler, "skip_code", None)) is not None:
+            skip(run.__code__)  # type: ignore[attr-defined]  # `run` is the only frame of this module in a trace
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by the compiler
+    run._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]

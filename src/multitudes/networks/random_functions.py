@@ -1,8 +1,8 @@
-"""Replace the random numbers that a network's own code draws.
+"""Random functions of torch, with numbers from another source.
 
 A network may draw without a layer for it: `F.dropout` in its `forward`, attention with `dropout_p`, a mask from
-`torch.rand`. `RandomFrom` intercepts torch's random functions and takes their numbers from a source: those of a draw, to
-keep dropout on in evaluation, or constants, to compare two ways to run a network (`STILL`).
+`torch.rand`. `RandomFrom` intercepts torch's random functions and takes their numbers from a source: a draw, to keep
+dropout on in evaluation, or constants (`STILL`), to compare two ways to run a network.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STILL: Source = _Still()
 
 
 class RandomFrom(TorchFunctionMode):
-    """Replace the numbers of torch's random functions by those of a source; call `seen`, if given, with their names."""
+    """Make torch's random functions return numbers of a source; `seen` is called with their names."""
 
     def __init__(self, source: Source, seen: Callable[[str], None] | None = None) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ class RandomFrom(TorchFunctionMode):
 
 
 Rule = Callable[..., Any]
-"""`rule(source, function, *args, **kwargs)` returns the function's result with the source's numbers."""
+"""`rule(source, function, *args, **kwargs)` computes the function with the source's numbers."""
 
 
 def draws_by(function: Any) -> Rule | None:
-    """Return the rule of a random function; None for all others."""
+    """Return the rule of a random function, or None."""
     return _RULES.get(function) or _METHODS.get(getattr(function, "__name__", "")) if callable(function) else None
 
 
@@ -98,7 +98,7 @@ def _dropout(
 def _alpha_dropout(
     source: Source, function: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Any:
-    """Apply Klambauer et al., *Self-normalizing neural networks*, 2017: dropped values become SELU's lowest value."""
+    """Set dropped values to SELU's lowest value (Klambauer et al., *Self-normalizing neural networks*, 2017)."""
     if not training or p == 0:
         return NotImplemented
     lowest = -1.7580993408473766
@@ -109,7 +109,7 @@ def _alpha_dropout(
 
 
 def _dropped_shape(function: Any, input: Tensor) -> tuple[int, ...]:
-    """Return the shape of dropout's mask: one number per channel for functions that drop whole channels."""
+    """Return the shape of dropout's mask; functions that drop channels have one number per channel."""
     if function not in _CHANNELS:
         return tuple(input.shape)
     kept = 1 if _CHANNELS[function] == input.dim() else 2
@@ -124,13 +124,13 @@ def _attention(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropped(source: Source, x: Tensor, p: float, batch: int = 0) -> Tensor:
-    """Apply dropout to `x`, whose batch axis is `batch`; a source's numbers have that axis first."""
+    """Apply dropout to `x` with batch axis `batch`; a source's numbers have the batch axis first."""
     mask = source.kept(tuple(x.movedim(batch, 0).shape), p, x).to(x.dtype)
     return x * (mask.movedim(0, batch) if mask.dim() else mask)
 
 
 def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run torch's multi-head attention as written: its parts have rules."""
+    """Run the code of torch's multi-head attention, whose parts have rules."""
     given = _MULTIHEAD.bind(*args, **kwargs).arguments
     if not given.get("training", True) or given["dropout_p"] == 0:
         return NotImplemented
@@ -139,7 +139,7 @@ def _multihead(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
-    """Run the layers of an RNN one by one, since its dropout is between them."""
+    """Run the layers of an RNN one by one, with dropout between them."""
     if len(args) != 8:
         return NotImplemented
     hidden, weights, biases, layers, dropout, training, both_ways, batch_first = args
@@ -165,7 +165,7 @@ def _recurrent(source: Source, function: Any, input: Any, *args: Any) -> Any:
 
 
 def _filled(kind: str, empty: Callable[..., Tensor]) -> Rule:
-    """Return the rule of a function that makes random numbers; `empty` takes the same arguments and draws nothing."""
+    """Return the rule of a function that makes random numbers; `empty` takes the same arguments."""
 
     def rule(source: Source, function: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
@@ -253,7 +253,7 @@ def _real(input: Tensor) -> Tensor:
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
 _CHANNELS = {F.dropout1d: 2, F.dropout2d: 3, F.dropout3d: 4, torch.feature_dropout: 0, F.feature_alpha_dropout: 0}
-"""Functions that drop whole channels, and the rank of their input without a batch axis."""
+"""Functions that drop channels, with the rank of an input without a batch axis."""
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((F.dropout, torch.dropout, *_CHANNELS), _dropout),

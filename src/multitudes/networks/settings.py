@@ -1,4 +1,4 @@
-"""Settings: the attributes of a module other than tensors, compared within one object and between two."""
+"""Settings of modules: attributes other than tensors, described in text that can be compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 @contextmanager
 def override_attribute(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of all these objects for the duration of a `with`; restore it afterwards."""
+    """Set an attribute of all these objects inside `with`; restore it afterwards."""
     before = [(each, getattr(each, name)) for each in objects]
     for each, _ in before:
         setattr(each, name, value)
@@ -44,29 +44,27 @@ def override_attribute(objects: Iterable[Any], name: str, value: Any) -> Iterato
 
 
 def computing_hooks(module: nn.Module) -> dict[str, Any]:
-    """Return torch's hooks that compute a weight before each forward, by the name of that weight.
-
-    These are the hooks of pruning and of `nn.utils.weight_norm` and `spectral_norm` before parametrizations.
-    """
+    """Return the hooks of pruning and of torch's old `weight_norm` and `spectral_norm`, by the name of their weight."""
     kinds = (BasePruningMethod, SpectralNorm, WeightNorm)
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kinds)]
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
 
 
-def describe(value: Any, depth: int = DEPTH) -> str:
+def describe_setting(value: Any, depth: int = DEPTH) -> str:
     """Describe a setting in text that is equal for two objects with equal contents.
 
-    Functions are described by their names, and lambdas and local functions by a digest of their code as well; objects,
-    by their class and public attributes; constant tensors and arrays, by a digest. Other tensors, modules and
-    everything deeper than `depth` are described by their class only.
+    The text holds names of functions, a digest of the code of lambdas and local functions, the class and public
+    attributes of objects, and digests of constant tensors and arrays. Of other tensors, modules and everything deeper
+    than `depth` it holds the class only.
 
-    >>> described([1, {"gain": 2.0}]), described(len)
+    >>> describe_setting([1, {"gain": 2.0}]), describe_setting(len)
     ("[1, {'gain': 2.0}]", 'builtins.len')
     """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+        parts = (value.func, value.args, value.keywords)
+        return f"partial({', '.join(map(describe_setting, parts))})"
     if isinstance(value, Enum):
         return str(value)
     if name := getattr(value, "__qualname__", None):
@@ -79,25 +77,25 @@ def describe(value: Any, depth: int = DEPTH) -> str:
     if hasattr(value, "tobytes") and hasattr(value, "shape"):
         return f"{kind} {tuple(value.shape)} {value.dtype} {_digest(value.tobytes())}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {described(held, depth - 1)}" for key, held in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {describe_setting(held, depth - 1)}" for key, held in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
-        held = [describe(each, depth - 1) for each in value]
+        held = [describe_setting(each, depth - 1) for each in value]
         held = held if isinstance(value, (list, tuple)) else sorted(held)
         return f"({', '.join(held)})" if isinstance(value, tuple) else f"[{', '.join(held)}]"
     if not hasattr(value, "__dict__"):  # a dtype, a device, a range, a path
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     public = {key: held for key, held in vars(value).items() if not key.startswith("_")}
-    return f"{kind}({', '.join(f'{key}={described(held, depth - 1)}' for key, held in public.items())})"
+    return f"{kind}({', '.join(f'{key}={describe_setting(held, depth - 1)}' for key, held in public.items())})"
 
 
 def _code(function: Any, depth: int) -> str:
-    """Return a digest of the code of a lambda or local function, `{3.11:0a1b2c3d}`, and its closure's values."""
+    """Return a digest of a lambda or local function, `{3.11:0a1b2c3d}`, and the values of its closure."""
     name = getattr(function, "__qualname__", "")
     if not isinstance(function, FunctionType) or not ("<lambda>" in name or "<locals>" in name):
         return ""
     digest = _digest(repr(_operations(function.__code__)).encode())
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    closed = describe([*held, *(function.__defaults__ or ())], depth - 1) if depth and held else ""
+    closed = describe_setting([*held, *(function.__defaults__ or ())], depth - 1) if depth and held else ""
     return f"{{{sys.version_info[0]}.{sys.version_info[1]}:{digest}}}{closed}"
 
 

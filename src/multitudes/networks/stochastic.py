@@ -1,4 +1,4 @@
-"""Stochastic layers, and the sources of their random numbers."""
+"""Stochastic layers and their random numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from multitudes.networks.settings import override_attribute
 class Stochastic(nn.Module):
     """A layer that draws random numbers in training and in evaluation.
 
-    It computes one draw of one batch, and does not depend on the number of draws. A subclass's `forward` takes its
-    random numbers from `self.normal` and `self.uniform`; if `self.expects` is true, it computes with expectations
-    instead. `noise` is the kind of noise: `"rows"`, different for each row of the batch; `"weights"`, weights for the
-    whole batch; `"network"`, all the weights of a network, so that two draws share no computation.
+    It computes one draw of one batch. A subclass's `forward` takes random numbers from `self.normal` and
+    `self.uniform`; if `self.expects` is true, it computes with expectations instead.
+
+    The class attribute `noise` is the kind of noise: `"rows"` (each row of the batch has its own), `"weights"` (weights
+    for the whole batch), or `"network"` (all weights of a network, so that draws share no computation).
 
     >>> class Jitter(Stochastic):
     ...     def forward(self, x: Tensor) -> Tensor:
@@ -34,39 +35,39 @@ class Stochastic(nn.Module):
     draw: Draw | None = None
 
     def normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return standard normal numbers, in the dtype and on the device of `like`."""
+        """Return standard normal numbers with the dtype and device of `like`."""
         if self.draw is not None:
             return self.draw.numbers("normal", tuple(shape), like.dtype, like.device)
         return torch.randn(tuple(shape), dtype=like.dtype, device=like.device)
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return numbers from [0, 1), on the device and in the dtype of `like`, or float32 if that is too coarse."""
+        """Return numbers from [0, 1) with the dtype, at least float32, and the device of `like`."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         if self.draw is not None:
             return self.draw.numbers("uniform", tuple(shape), dtype, like.device)
         return torch.rand(tuple(shape), dtype=dtype, device=like.device)
 
     def fold(self) -> nn.Module | None:
-        """Return one draw as a plain layer; None if no layer computes it, for example if rows have different noise."""
+        """Return one draw as a plain layer, or None if there is none, for example if each row has its own noise."""
         return None
 
     def attach(self, network: nn.Module) -> None:
-        """Make one draw for a whole network each time it runs: register `begin` and `end` as its forward hooks."""
+        """Make one draw for each call of a whole network: register `begin` and `end` as its forward hooks."""
         network.register_forward_pre_hook(self.begin)
         network.register_forward_hook(self.end, always_call=True)
 
     def begin(self, network: nn.Module, args: Any) -> None:
-        """Draw, before an attached network runs."""
+        """Draw before an attached network runs."""
 
     def end(self, network: nn.Module, args: Any, output: Any) -> None:
-        """Discard that draw, after the network has run."""
+        """Discard the draw after the network has run."""
 
 
 @dataclass
 class Draw:
-    """The source of the random numbers of one draw.
+    """The random numbers of one draw.
 
-    `index` is the draw's number, under vmap a batch of them. The memory of random numbers is reserved from a `meter`.
+    `index` is the number of the draw; under vmap, a batch of numbers. Memory is reserved from `meter`.
     """
 
     seed: int = 0
@@ -81,12 +82,12 @@ class Draw:
         return ask(self.index, self, kind, shape, dtype, device)
 
     def of_member(self, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-        """Give a member its own random numbers for the duration of a call."""
+        """Use the random numbers of one member inside `with`."""
         return self.at(self.index * members + index)
 
     @contextmanager
     def at(self, index: Tensor) -> Iterator[None]:
-        """Use the random numbers of another draw for the duration of a call."""
+        """Use the random numbers of another draw inside `with`."""
         before, self.index = self.index, index
         try:
             yield
@@ -101,7 +102,7 @@ class Draw:
 
 
 class _Numbers(torch.autograd.Function):
-    """Random numbers `[*draws, *shape]`, each draw's from its own source; under vmap, those of the calling draw."""
+    """Random numbers `[*draws, *shape]`, with a generator per draw; under vmap, those of the calling draw."""
 
     @staticmethod
     def forward(
@@ -142,13 +143,13 @@ def stochastic_layers(network: nn.Module) -> list[Stochastic]:
 
 
 def attached_layers(network: nn.Module) -> list[Stochastic]:
-    """Return the layers that draw for a whole network (see `Stochastic.attach`)."""
+    """Return the layers attached to a network (see `Stochastic.attach`)."""
     owners = [getattr(hook, "__self__", None) for hook in network._forward_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, Stochastic)]
 
 
 def detach_layers(network: nn.Module) -> None:
-    """Remove the hooks of the layers that draw for a whole network."""
+    """Remove the hooks of the layers attached to a network."""
     for hooks in (network._forward_pre_hooks, network._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), Stochastic):
@@ -157,13 +158,13 @@ def detach_layers(network: nn.Module) -> None:
 
 
 def expecting(network: nn.Module) -> AbstractContextManager[None]:
-    """Make the layers compute with expectations instead of draws, for the duration of a call."""
+    """Make stochastic layers compute with expectations inside `with`."""
     return override_attribute(stochastic_layers(network), "expects", True)
 
 
 @contextmanager
 def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
-    """Give the layers their random numbers from `draw`, for the duration of a call."""
+    """Make the layers take their random numbers from `draw` inside `with`."""
     before = [vars(layer).pop("draw", None) for layer in layers]
     for layer in layers:
         layer.draw = draw
@@ -177,7 +178,7 @@ def drawing(layers: Sequence[Stochastic], draw: Draw) -> Iterator[None]:
 
 
 def as_member(network: nn.Module, index: int | Tensor, members: int) -> AbstractContextManager[None]:
-    """Give a member its own random numbers for the duration of a call, if its network is making a draw."""
+    """Use the random numbers of one member inside `with`, if the network is making a draw."""
     for layer in stochastic_layers(network):
         if layer.draw is not None:
             return layer.draw.of_member(index, members)

@@ -1,8 +1,8 @@
 """Record a run of a network.
 
-`record` runs a network once and leaves no trace in it. `recording` follows any code that runs a network. Both make a
-`Trace`: the calls of its modules and, on request, the torch functions that it calls, the random numbers that it draws,
-the values that its Python code inspects, and its multiply-adds. `hooked` replaces inputs or outputs of modules.
+`record` runs a network once and restores its state. `recording` follows any code that runs a network. Both fill a
+`Trace`: the calls of modules and, on request, calls of torch functions, random functions, values that Python code
+inspects, and multiply-adds. `hooked` replaces inputs or outputs of modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from multitudes.networks.random_functions import STILL, RandomFrom
 from multitudes.networks.seeds import RandomStates
 from multitudes.networks.settings import FLAT_WEIGHTS, HF_CACHES
 from multitudes.networks.stochastic import expecting
-from multitudes.networks.views import may_write, same_objects
+from multitudes.networks.views import items_in, may_write, same_objects
 
 Which = Collection[type[nn.Module] | str] | None
 """Modules of a network, by exact class or by name; None for all."""
@@ -40,14 +40,14 @@ Which = Collection[type[nn.Module] | str] | None
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a tensor that was not kept."""
+    """The size of a tensor, recorded in place of the tensor."""
 
     shape: torch.Size
     nbytes: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        """Return the size of a tensor; a nested tensor unchanged."""
+        """Return the size of a tensor, or a nested tensor itself."""
         return tensor if tensor.is_nested else cls(tensor.shape, tensor.nbytes)
 
 
@@ -59,7 +59,7 @@ class Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inside: tuple[Call, ...]  # the calls around it, outermost first
+    inside: tuple[Call, ...]  # the enclosing calls, outermost first
     before: int = 0  # multiply-adds before it
     work: int = 0  # multiply-adds in it
     output: Any = None
@@ -67,27 +67,27 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class FunctionCall:
-    """One call of a torch function, with the tensors that it took."""
+    """One call of a torch function, with its recorded tensor arguments."""
 
     function: str
     tensors: tuple[Tensor, ...]
-    inside: tuple[Call, ...]  # the calls of modules around it, outermost first
+    inside: tuple[Call, ...]  # the enclosing calls of modules, outermost first
 
 
 @dataclass(eq=False)
 class Trace:
-    """One run of a network. What was not requested is empty."""
+    """One run of a network; records that were not requested are empty."""
 
     steps: list[tuple[Call, bool]] = field(default_factory=list)
     """Each call twice, in order: at its start (True) and at its end (False)."""
     functions: list[FunctionCall] = field(default_factory=list)
     """Torch functions, except those that only query shapes and settings."""
-    looks: list[FunctionCall] = field(default_factory=list)
-    """Functions through which Python code inspected a value."""
+    inspections: list[FunctionCall] = field(default_factory=list)
+    """Functions by which Python code inspected a value."""
     random: dict[str, set[str]] = field(default_factory=dict)
-    """Random functions by the module whose code called them."""
+    """Random functions, by the module that called them."""
     unknown_random: dict[str, None] = field(default_factory=dict)
-    """Modules whose code moved a random state by some other function."""
+    """Modules that moved a random state by another function."""
     attributes: set[str] = field(default_factory=set)
     """Attributes that the network's code wrote (`record` alone)."""
     buffers: set[str] = field(default_factory=set)
@@ -115,7 +115,7 @@ class Trace:
 
 
 def record(network: nn.Module, x: Input, which: Which = None, **options: Any) -> Trace:
-    """Run a network on `x` once, in evaluation with expectations and without gradients; leave it as it was.
+    """Record one run of a network on `x`, in evaluation, with expectations and without gradients; restore its state.
 
     The options are those of `recording`.
 
@@ -137,33 +137,33 @@ def recording(
     *,
     tensors: bool = True,
     functions: bool | Collection[Tensor] = False,
-    looks: Iterable[Tensor] = (),
+    inspected: Iterable[Tensor] = (),
     noise: bool = False,
     work: bool = False,
 ) -> Iterator[Trace]:
-    """Record what runs inside.
+    """Record a network's runs inside `with`.
 
     Args:
-        network: the network whose modules are followed.
-        which: the modules that are followed, all by default.
+        network: the network to record.
+        which: its modules to record, all by default.
         trace: the trace to fill, a new one by default.
-        tensors: keep the inputs and outputs of modules; otherwise a `Shape` of each.
-        functions: record torch functions: all, or those that take one of these tensors.
-        looks: record where Python code inspects a value that depends on these tensors: `if h.sum() > 0`, `h.item()`.
-        noise: record random functions, which return the middle of their distributions meanwhile.
+        tensors: store the inputs and outputs of modules; otherwise, the `Shape` of each.
+        functions: record calls of torch functions: all, or those that take one of these tensors.
+        inspected: record where Python code inspects values that depend on these tensors: `if h.sum() > 0`.
+        noise: record random functions, and make them return the middle of their distributions.
         work: count multiply-adds and the bytes of the largest tensor.
     """
-    trace, looks, counter = trace or Trace(), list(looks), _WorkCounter()
-    states, torchs = RandomStates(), RandomUse()
+    trace, inspected, counter = trace or Trace(), list(inspected), _WorkCounter()
+    states, random_use = RandomStates(), RandomUse()
 
     def caller() -> str:
         return trace.running[-1].name if trace.running else ""
 
     def compare_states() -> None:
         nonlocal states
-        if noise and (torchs.seen or states.moved):
+        if noise and (random_use.seen or states.moved):
             trace.unknown_random[caller()] = None
-            states, torchs.seen = RandomStates(), False
+            states, random_use.seen = RandomStates(), False
 
     def held(value: Any) -> Any:
         return value if tensors else map_tensors(Shape.of, value)
@@ -176,7 +176,7 @@ def recording(
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         compare_states()
-        if not trace.running or trace.running[-1].module is not module:  # another hook failed before it started
+        if not trace.running or trace.running[-1].module is not module:  # a hook failed before the module started
             return
         ended = trace.running.pop()
         ended.output, ended.work = held(output), counter.multiply_adds - ended.before
@@ -188,9 +188,9 @@ def recording(
     with ExitStack() as stack:
         if noise:
             stack.enter_context(RandomFrom(STILL, drew))
-            stack.enter_context(torchs)
-        if functions or looks:
-            stack.enter_context(_Functions(trace, functions, looks))
+            stack.enter_context(random_use)
+        if functions or inspected:
+            stack.enter_context(_Functions(trace, functions, inspected))
         stack.enter_context(hooked(network, which, leave, enter, always=True))
         if work:
             stack.enter_context(counter)
@@ -222,7 +222,7 @@ def hooked(
 
 
 def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]]:
-    """Yield modules with one name each; skip names that do not exist."""
+    """Return modules with one name each; skip names that do not exist."""
     if which is None or not all(isinstance(each, str) for each in which):
         named = network.named_modules(remove_duplicate=False)
         which = [name for name, module in named if which is None or type(module) in which or name in which]
@@ -236,26 +236,26 @@ def _modules(network: nn.Module, which: Which) -> Iterable[tuple[str, nn.Module]
 
 # -- functions ---------------------------------------------------------------------------------------------
 
-_LOOKS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose", "numpy"}
+_READS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "is_nonzero", "equal", "allclose", "numpy"}
 
-_ASKS = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_size", "get_device"}
-_ASKS |= {"__len__", "__hash__", "__repr__", "__format__"}
+_QUERIES = {"dim", "size", "numel", "nelement", "ndimension", "stride", "element_size", "get_device"}
+_QUERIES |= {"__len__", "__hash__", "__repr__", "__format__"}
 
 
 def is_query(name: str) -> bool:
     """Return whether a function only queries shapes and settings of a tensor."""
-    return name in _ASKS or (name.startswith("is_") and name not in _LOOKS)
+    return name in _QUERIES or (name.startswith("is_") and name not in _READS)
 
 
 class _Functions(TorchFunctionMode):
-    """Record torch functions, and values that Python code inspects."""
+    """Record calls of torch functions, and values that Python code inspects."""
 
-    def __init__(self, trace: Trace, functions: bool | Collection[Tensor], looks: list[Tensor]) -> None:
+    def __init__(self, trace: Trace, functions: bool | Collection[Tensor], inspected: list[Tensor]) -> None:
         super().__init__()
         self.trace = trace
         self.wanted = None if functions is True else {id(tensor) for tensor in functions or ()}
-        self.origins = WeakTensorKeyDictionary()  # maps `weight.T`, `.data` to the tensor they come from
-        self.known = WeakTensorKeyDictionary({tensor: True for tensor in looks})
+        self.origins = WeakTensorKeyDictionary()  # maps `weight.T` and `weight.data` to `weight`
+        self.known = WeakTensorKeyDictionary({tensor: True for tensor in inspected})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -267,13 +267,13 @@ class _Functions(TorchFunctionMode):
         if name == "__get__" and isinstance(result, Tensor):
             self.origins[result] = self.origins.get(given[0], given[0])
         if len(self.known) and any(tensor in self.known for tensor in given):
-            if name in _LOOKS:
-                self.trace.looks.append(FunctionCall(name, (), inside))
+            if name in _READS:
+                self.trace.inspections.append(FunctionCall(name, (), inside))
             self.known.update({value: True for value in tree_leaves(result) if isinstance(value, Tensor)})
         return result
 
     def _used(self, given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors among a function's arguments that are recorded."""
+        """Return the arguments of a function that are recorded."""
         own = [self.origins.get(tensor, tensor) for tensor in given]
         return tuple(tensor for tensor in own if self.wanted is None or id(tensor) in self.wanted)
 
@@ -282,7 +282,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _recurrent(input: Tensor, *weights: Any, **kwargs: Any) -> int:
-    """Count the operations of a recurrent layer's single kernel: two per weight and position, without biases."""
+    """Count the operations of a recurrent kernel: two per weight and position, without biases."""
     matrices = tree_leaves(weights[: 2 if isinstance(weights[0], Tensor) else 1])
     positions = input.numel() // matrices[0].shape[-1]
     return 2 * positions * sum(matrix.numel() for matrix in matrices if matrix.dim() == 2)
@@ -291,11 +291,11 @@ def _recurrent(input: Tensor, *weights: Any, **kwargs: Any) -> int:
 _recurrent._get_raw = True  # type: ignore[attr-defined]  # makes torch's counter pass tensors, not shapes
 
 _KERNELS = {torch.ops.aten.mkldnn_rnn_layer: _recurrent, torch.ops.aten._cudnn_rnn: _recurrent}
-"""Kernels that torch's counter does not count."""
+"""Kernels that torch's counter omits."""
 
 
 class _WorkCounter(ThreadSafeMode, FlopCounterMode):
-    """Torch's counter of operations, extended by the bytes of the largest tensor."""
+    """Torch's counter of operations, with the bytes of the largest tensor."""
 
     nbytes = 0
 
@@ -319,17 +319,17 @@ class _WorkCounter(ThreadSafeMode, FlopCounterMode):
 
 @cache
 def _gives_views(packet: Any) -> bool:
-    """Return whether an operation returns its argument, or a view of it."""
+    """Return whether an operation returns its argument or a view of it."""
     overloads = packet.overloads() if hasattr(packet, "overloads") else []
     return bool(overloads) and any(r.alias_info for r in getattr(packet, overloads[0])._schema.returns)
 
 
-# -- no side effects ---------------------------------------------------------------------------------------
+# -- restored state ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -> Iterator[None]:
-    """Run networks in evaluation, with expectations instead of draws and without gradients; restore them afterwards."""
+    """Put networks in evaluation, with expectations and without gradients, inside `with`; restore their state."""
     with ExitStack() as stack:
         for network in networks:
             stack.enter_context(evaluating(network))  # first, since it locks the network
@@ -341,21 +341,21 @@ def observing(*networks: nn.Module, x: Input = (), trace: Trace | None = None) -
 
 @contextmanager
 def preserve_state(network: nn.Module, x: Input, trace: Trace | None = None) -> Iterator[Callable[[], bool]]:
-    """Restore buffers, attributes, modes and random states afterwards; record in a trace which were written.
+    """Restore buffers, attributes, modes and random states afterwards; record in a trace what was written.
 
-    Yield a function that returns whether random numbers have been drawn.
+    Yield a function that returns whether random numbers were drawn.
     """
-    states, torchs = RandomStates(x), RandomUse()
+    states, random_use = RandomStates(x), RandomUse()
     try:
-        with preserve_writes(network, trace), torchs:
-            yield lambda: torchs.seen or states.moved
+        with preserve_writes(network, trace), random_use:
+            yield lambda: random_use.seen or states.moved
     finally:
-        states.restore(torchs.seen)  # other threads may move torch's state too
+        states.restore(random_use.seen)  # other threads may move torch's state too
 
 
 @contextmanager
 def preserve_writes(network: nn.Module, trace: Trace | None = None) -> Iterator[None]:
-    """Restore buffers, attributes and modes afterwards; record in a trace which were written."""
+    """Restore buffers, attributes and modes afterwards; record in a trace what was written."""
     trace = Trace() if trace is None else trace
     modules = [(path, module, dict(module._buffers), module.training) for path, module in network.named_modules()]
     values = [(name, buffer, buffer.clone()) for name, buffer in network.named_buffers()]
@@ -382,11 +382,10 @@ def _joined(path: str, name: str) -> str:
 
 
 _PASSED = frozenset([*vars(nn.Module()), *HF_CACHES, *FLAT_WEIGHTS])
-_CONTAINERS = (list, dict, set)
 
 
 def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose code may write attributes, with names: the user's own classes, or those with hooks."""
+    """Return the modules whose code may write attributes, with their names."""
     return [(path, module) for path, module in network.named_modules() if may_write(module)]
 
 
@@ -394,17 +393,12 @@ def writing_modules(network: nn.Module) -> list[tuple[str, nn.Module]]:
 def preserve_attributes(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[set[tuple[str, str]]]:
     """Restore the attributes of modules afterwards; yield the (module, attribute) names that were written.
 
-    Containers, and objects that hold attributes, get their items back as well, also inside others.
+    Nested containers, and objects with attributes, get their items back as well.
     """
     modules = [(path, module, _attributes(module)) for path, module in writing]
-    contents = {
-        (path, key): value.copy() if type(value) in _CONTAINERS else value
-        for path, _, before in modules
-        for key, value in before.items()
-    }
     seen: set[int] = set()
     inside = [
-        (path, key, held, _items(held))
+        (path, key, held, items_in(held))
         for path, _, before in modules
         for key, value in before.items()
         if not torch.compiler.is_compiling()  # graphs cannot look into objects; what is written was found before
@@ -415,32 +409,30 @@ def preserve_attributes(writing: Sequence[tuple[str, nn.Module]]) -> Iterator[se
         yield written
     finally:
         for path, key, held, items in inside:
-            now_held = _items(held)
+            now_held = items_in(held)
             if len(now_held) != len(items) or not all(map(is_, now_held, items)):
                 written.add((path, key))
                 held.clear()
-                (held.update if isinstance(held, (dict, set)) else held.extend)(_paired(held, items))
+                if isinstance(held, dict):
+                    half = len(items) // 2
+                    held.update(zip(items[:half], items[half:], strict=True))
+                else:
+                    (held.update if isinstance(held, set) else held.extend)(items)
         for path, module, before in modules:
             now = _attributes(module)
             written |= {(path, key) for key in now.keys() ^ before.keys()}
-            written |= {
-                (path, key) for key in now.keys() & before.keys() if not same_objects(now[key], contents[path, key])
-            }
+            written |= {(path, key) for key in now.keys() & before.keys() if not same_objects(now[key], before[key])}
             for key in now.keys() - before.keys():
                 del vars(module)[key]
-            for key, value in before.items():
-                vars(module)[key] = value
-                if not same_objects(value, items := contents[path, key]):
-                    value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(items)
+            vars(module).update(before)
 
 
 _NOT_OPENED = ("torch", "numpy", "builtins", "multitudes.")
-"""Modules of classes whose objects do not belong to a network."""
+"""Packages whose objects are not restored."""
 
 
 def _containers(value: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
-    """Yield the containers in a value, and the attributes of objects in it, each once."""
+    """Yield each container in a value once, including the attribute dictionaries of objects."""
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or id(value) in seen or not depth:
         return
     held = value
@@ -453,16 +445,6 @@ def _containers(value: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
         yield from _containers(each, seen, depth - 1)
     if not isinstance(held, tuple):
         yield held
-
-
-def _items(held: Any) -> list[Any]:
-    """List what a container holds; of a dictionary the keys and then the values."""
-    return [*held, *held.values()] if isinstance(held, dict) else list(held)
-
-
-def _paired(held: Any, items: list[Any]) -> Any:
-    half = len(items) // 2
-    return dict(zip(items[:half], items[half:], strict=True)) if isinstance(held, dict) else items
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

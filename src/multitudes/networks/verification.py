@@ -1,9 +1,9 @@
-"""Verify a fast way to run a network against the plain one before it is used.
+"""Verify a fast runner against the plain one before its first use.
 
 Members side by side in one batch, draws under `torch.vmap` and packed layers are right for most networks, and silently
 wrong for some. So the first input of each kind runs both ways, in the mode in which it is used. The comparison runs
-without noise and with moved weights, since a gate that starts at zero hides what follows it; it leaves buffers,
-attributes and random states unchanged. `Verdicts` caches the result for each runner, mode and kind of input:
+without noise, and with moved weights, since a gate at zero hides what follows it. It restores buffers, attributes and
+random states. `Verdicts` caches the result for each runner, mode and kind of input:
 
     reason = verdicts.reason("packed", network, x, lambda: difference(network, x, packed, loop, buffers=True))
     predictions = loop(x) if reason else packed(x)
@@ -29,12 +29,12 @@ from multitudes.networks.stochastic import expecting
 from multitudes.networks.trace import Call, preserve_state, preserve_writes, recording
 
 Runner = Callable[[Any], Tensor]
-"""A way to run a network, from an input to predictions `[S, B, ...]`."""
+"""A function from an input to predictions `[S, B, ...]`."""
 
 FAILURES = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, StopIteration,
 )  # fmt: skip
-"""Errors of a fast runner that count as a difference; out of memory does not."""
+"""Errors of a fast runner that count as a difference. `torch.OutOfMemoryError` is raised instead."""
 
 
 # -- trials without side effects ---------------------------------------------------------------------------
@@ -42,10 +42,10 @@ FAILURES = (
 
 @contextmanager
 def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
-    """Run a network with moved weights, without noise and gradients, and leave it as it was.
+    """Move the weights of a network and turn off noise and gradients inside `with`; restore its state.
 
-    Yield a function that returns, after the run, why it proves nothing: random numbers drawn in an unknown way, or
-    control flow that depends on values.
+    Yield a function to call after a run. It returns why the run proves nothing (random numbers from an unknown
+    function, or control flow that depends on values), or "".
     """
     with (
         preserve_state(network, x) as drew,
@@ -53,20 +53,20 @@ def silent_trial(network: nn.Module, x: Input) -> Iterator[Callable[[], str]]:
         moved_weights(network),
         expecting(network),
         RandomFrom(STILL),
-        recording(network, (), looks=network.parameters()) as trace,
+        recording(network, (), inspected=network.parameters()) as trace,
     ):
 
         def doubt() -> str:
             if drew():
-                return "it draws random numbers in a way that cannot be compared"
-            return "its code inspects values, so that one row may decide for another" if trace.looks else ""
+                return "it draws random numbers by an unknown function, so runs cannot be compared"
+            return "its code inspects values, so one row may affect another" if trace.inspections else ""
 
         yield doubt
 
 
 @contextmanager
 def moved_weights(network: nn.Module) -> Iterator[None]:
-    """Replace every weight by another one of about the same size, none of them nearly zero.
+    """Replace each weight inside `with` by one of about the same size that is not nearly zero.
 
     Clear autocast's cache of cast weights before and after.
     """
@@ -90,7 +90,7 @@ def moved_weights(network: nn.Module) -> Iterator[None]:
 
 
 def running_statistics(*networks: nn.Module) -> AbstractContextManager[None]:
-    """Make batch norms and spectral norms use their running statistics, in training too."""
+    """Make batch norms and spectral norms use their running statistics, even in training."""
     modules = (module for network in networks for module in network.modules())
     return override_attribute(filter(_keeps_statistics, modules), "training", False)
 
@@ -106,10 +106,10 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def agree(got: Tensor, want: Tensor) -> bool:
-    """Return whether two computations of the same values `[S, ...]` agree, each of the S to float rounding."""
+    """Return whether each of S predictions, `[S, ...]`, is equal to the other up to rounding."""
     if got.shape != want.shape or (got.dtype != want.dtype and not _is_half(want)):
         return False
-    with torch._C.DisableTorchFunction():  # outer modes must not see the comparison
+    with torch._C.DisableTorchFunction():  # hide the comparison from outer modes
         if not want.numel():
             return True
         half, tolerance = _is_half(want), _tolerance(want)
@@ -146,7 +146,7 @@ def _tolerance(values: Tensor) -> float:
 
 
 FEW_ROWS = 8
-"""The most rows that gradients are compared for, which takes the memory of a training step."""
+"""The maximum number of rows whose gradients are compared, which takes the memory of a training step."""
 
 
 def difference(
@@ -160,13 +160,20 @@ def difference(
     copies: Sequence[nn.Module] = (),
     layer: Callable[[], str] | None = None,
 ) -> str:
-    """Describe how `fast` differs from `plain` on an input; return an empty string if they agree.
+    """Describe how `fast` differs from `plain` on an input; return "" if they agree.
 
-    Both run with moved weights, without gradients and without noise, and leave buffers, attributes and random states as
-    they were. With `buffers=True` both must also leave the same buffers in `network`. `layer` returns the name of the
-    first layer that differs; it is called if predictions differ. With `gradients=True`, if a member's parameters are
-    trained, the gradients of both must agree as well. Batch norms then use running statistics, in `network` and in the
-    `copies` that `fast` runs.
+    Both run as in `silent_trial`.
+
+    Args:
+        network: the network that both run.
+        x: the input.
+        fast: the runner to verify.
+        plain: the runner to compare it with.
+        buffers: compare the buffers after the runs too.
+        gradients: compare the gradients of trained parameters too. Batch norms then use their running statistics, in
+            `network` and in the `copies`.
+        copies: copies of the network that `fast` runs.
+        layer: returns the name of the first layer that differs; called if predictions differ.
     """
     with silent_trial(network, x) as doubt:
         want = _outcome(network, x, plain, buffers)
@@ -183,7 +190,7 @@ def difference(
         if not agree(got.pop(""), want.pop("")):
             try:
                 place = layer() if layer is not None else ""
-            except FAILURES:  # as of code that transforms tensors, which nobody can compare layer by layer
+            except FAILURES:  # layers that get transformed tensors cannot be compared
                 place = ""
             return f"{place} gives other values" if place else "it gives other predictions"
         wrong = [name for name in want if name not in got or not agree(got[name][None], want[name][None])]
@@ -195,7 +202,7 @@ def difference(
 def _difference_of_gradients(
     network: nn.Module, x: Input, fast: Runner, plain: Runner, copies: Sequence[nn.Module]
 ) -> str:
-    """Return which parameter's gradient differs; it is that of a random mixture of the predictions, for a few rows."""
+    """Return the first parameter whose gradient differs, for a weighted sum of the predictions of a few rows."""
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not trained:
         return ""
@@ -210,11 +217,13 @@ def _difference_of_gradients(
             real = torch.view_as_real(predictions).sum(-1) if predictions.is_complex() else predictions
             return list(torch.autograd.grad((real * weights).sum(), list(trained.values()), allow_unused=True))
 
-    some = select_rows(x, torch.arange(FEW_ROWS, device=tensors_in(x)[0].device)) if _has_more(x) else x
+    first = tensors_in(x)[0]
+    many = first.dim() > 0 and len(first) > FEW_ROWS
+    some = select_rows(x, torch.arange(FEW_ROWS, device=first.device)) if many else x
     try:
         try:
             want, got = of(plain, some), of(fast, some)
-        except FAILURES:  # of networks that take batches of one size
+        except FAILURES:  # the network may need a fixed batch size
             want, got = of(plain, x), of(fast, x)
         half = any(_is_half(one) for one in want if one is not None)
         wrong = _steepest_difference(trained, got, want, 0.1 if half else 1e-2)
@@ -237,19 +246,13 @@ def _steepest_difference(
     return ""
 
 
-def _has_more(x: Input) -> bool:
-    """Return whether an input has more rows than gradients are compared for."""
-    first = tensors_in(x)[0]
-    return first.dim() > 0 and len(first) > FEW_ROWS
-
-
 def _largest(values: Tensor) -> float:
     """Return the largest absolute value among the finite ones."""
     return float(values.abs().nan_to_num(0, 0, 0).max()) if values.numel() else 0.0
 
 
 def _outcome(network: nn.Module, x: Input, runner: Runner, buffers: bool) -> dict[str, Tensor]:
-    """Return the predictions of a run, under "", and the buffers after it, by name."""
+    """Return the predictions of a run (key "") and the buffers after it (by name)."""
     with preserve_writes(network):
         predictions = runner(x)
         kept = network.named_buffers() if buffers else ()
@@ -262,7 +265,7 @@ def first_difference(
     plain: Callable[[], Any],
     part: Callable[[Tensor], Tensor | None],
 ) -> str:
-    """Return the first layer whose output, or a `part` of it, differs between two ways to run a network."""
+    """Return the first layer whose output differs between two runs, by comparing `part` of the quick one."""
     wrappers = [module for module in network.modules() if hasattr(type(module), "wraps")]
     inside = {id(module) for wrapper in wrappers for module in wrapper.modules() if module is not wrapper}
     names = [name for name, module in network.named_modules() if name and id(module) not in inside]
@@ -280,9 +283,9 @@ def first_difference(
 
 
 class Verdicts:
-    """A cache of how runners differ from the plain one, by runner and use (`verdict_key`).
+    """A cache of the differences between runners and the plain one, by runner and `verdict_key`.
 
-    Compiled graphs cannot compare anything: they use the last verdict in the same mode.
+    Nothing can be compared in compiled graphs, so they use the last verdict in the same mode.
     """
 
     def __init__(self) -> None:
@@ -290,7 +293,7 @@ class Verdicts:
         self.in_mode: dict[tuple[Hashable, bool], str] = {}
 
     def reason(self, runner: Hashable, network: nn.Module, x: Input, find: Callable[[], str]) -> str:
-        """Return the cached verdict, or that of `find`; an empty string if the runner may be used."""
+        """Return the verdict, cached or from `find`; "" if the runner may be used."""
         mode = runner, network.training
         if torch.compiler.is_compiling():
             return self.in_mode[mode] if mode in self.in_mode else self._find(mode, network, x, find)
@@ -312,10 +315,10 @@ class Verdicts:
 
 
 def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Input) -> str:
-    """Describe how the prediction for one input depends on the rest of the batch; return "" if it does not.
+    """Describe how the prediction for one row depends on the rest of the batch; return "" if it does not.
 
-    `predict` returns predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, with moved
-    weights and without noise. A single input is first joined by another one.
+    `predict` returns predictions `[S, B, ...]`. The last half of the batch runs alone, in reverse order, as in
+    `silent_trial`. A second row is added to a single one.
     """
     if len(tensors_in(x)[0]) == 1:
         x = map_tensors(_with_another, x)
@@ -337,7 +340,7 @@ def rows_interact(network: nn.Module, predict: Callable[[Input], Tensor], x: Inp
 
 
 def _with_another(x: Tensor) -> Tensor:
-    """Append another row to a tensor of one row: random numbers, or the same ids."""
+    """Append a row to a tensor of one row: random numbers, or the same ids."""
     if x.shape[:1] != (1,):
         return x
     other = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x) if x.is_floating_point() else x

@@ -1,4 +1,4 @@
-"""Snapshots: notice that a network has changed since something about it was cached."""
+"""Snapshots of networks, to detect changes that make caches stale."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _OURS = ("torch.", "builtins", "multitudes.")
 _METHODS = (FunctionType, property, staticmethod, classmethod)
 
 Settings = list[tuple[dict[str, Any], str, Any]]
-"""Settings that may change in place: the attribute dictionary of each, its name, and its fingerprint."""
+"""Settings that may change in place: attribute dictionary, name and fingerprint of each."""
 
 
 class Snapshot:
-    """The classes, children, modes and settings of modules, their tensors, and their hooks.
+    """The classes, children, modes, settings and hooks of modules, and the names of their tensors.
 
-    `unchanged()` runs before every call, so it is fast: it compares dictionaries with copies of themselves, which
-    compares objects by identity first. Values of parameters and buffers may change.
+    `unchanged()` runs before every call. It is fast because it compares dictionaries with copies of themselves, and
+    Python compares objects by identity first. Values of parameters and buffers may change.
     """
 
     def __init__(self, modules: Sequence[nn.Module], hooks: Sequence[str] = _HOOKS) -> None:
@@ -46,16 +46,16 @@ class Snapshot:
         kinds = {kind for module in modules for kind in type(module).__mro__ if not kind.__module__.startswith(_OURS)}
         self.methods = [(kind, _methods(kind)) for kind in kinds]
         self.deep: dict[int, Settings] = {}
-        seen: set[int] = set()  # read a configuration that all modules share only once
+        seen: set[int] = set()  # read a configuration that modules share only once
         for module in modules:
             if settings := _deep_settings(module, seen):
                 self.deep[id(module)] = settings
 
     def unchanged(self) -> bool:
-        """Return whether the modules are as they were."""
+        """Return whether nothing has changed."""
         try:
             same = all(map(eq, self.live, self.before))
-        except (RuntimeError, ValueError):  # a different tensor among the settings
+        except (RuntimeError, ValueError):  # another tensor among the settings
             return False
         return (
             same
@@ -77,10 +77,10 @@ class Snapshot:
 
 
 class Versions:
-    """Number the states of a network: a new number whenever it has changed, and one for each mode.
+    """Number the states of a network: a new number after each change, and one for each mode.
 
-    What the network's own code writes into its attributes, and a runner puts there, is no change (`accept`). Nor are
-    hooks: `hooks` has the keys of all but the library's own.
+    Attributes that the network's own code writes do not count (`accept`), nor do hooks. `hooks` holds the keys of all
+    hooks but the library's own.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -95,7 +95,7 @@ class Versions:
         self.number = self.count = self.written = 0
 
     def look(self) -> int:
-        """Return the number of the network's current state; in compiled graphs, that of the last look."""
+        """Return the number of the current state; in compiled graphs, the number of the last call."""
         if torch.compiler.is_compiling():
             return self.number
         known = self.snapshots.get(tuple([module.training for module in self.modules]))
@@ -106,7 +106,7 @@ class Versions:
             self.snapshots[tuple([module.training for module in self.modules])] = known
         hooked = [m for m in self.modules if m._forward_hooks or m._forward_pre_hooks]
         registries = [registry for m in hooked for registry in (m._forward_hooks, m._forward_pre_hooks)]
-        self.hooks = tuple(key for held in registries for key, hook in held.items() if not _only_looks(hook))
+        self.hooks = tuple(key for held in registries for key, hook in held.items() if not _is_own_hook(hook))
         self.number = known[0]
         return self.number
 
@@ -117,7 +117,7 @@ class Versions:
             snapshot.accept(modules)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what refers to the current objects."""
+        """Omit references to the current objects."""
         return {"network": self.network}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Versions:
 
 
 def hooked_module(network: nn.Module) -> str | None:
-    """Return the name of a module with hooks, forward or backward, except those of a stochastic layer."""
+    """Return the name of a module that has hooks other than those of stochastic layers, or None."""
     for name, module in network.named_modules():
         own = 2 * len(attached_layers(module))  # one before and one after the module's forward
         if sum(len(getattr(module, hooks)) for hooks in _HOOKS) > own:
@@ -135,14 +135,14 @@ def hooked_module(network: nn.Module) -> str | None:
 
 
 def _writes_itself(module: nn.Module) -> bool:
-    """Return whether a module of this library writes its own attributes as it runs."""
+    """Return whether a module is one of the library's that write their own attributes in a run."""
     return isinstance(module, Stochastic) or hasattr(type(module), "cache_attributes")
 
 
 def _deep_settings(module: nn.Module, seen: set[int]) -> Settings:
-    """Return the settings that may change in place: tensors, lists, configurations; for stochastic layers, all."""
+    """Return the settings that may change in place: tensors, lists, configurations; all of stochastic layers."""
     caches = getattr(module, "cache_attributes", ())
-    own = type(module).__module__.startswith("multitudes.methods.")  # nobody changes their containers
+    own = type(module).__module__.startswith("multitudes.methods.")  # their containers do not change
     settings: Settings = []
     for key, value in vars(module).items():
         if key in _STANDARD or key in caches or isinstance(value, nn.Module):
@@ -160,9 +160,8 @@ def _is_fixed(value: Any) -> bool:
 
 
 def fingerprint(value: Any, depth: int = DEPTH) -> Any:
-    """Return a key that changes with a setting: plain values and containers by content, objects by identity too.
-
-    Arrays, and tensors that are not parameters, count by their values as well, which may change in place.
+    """Return a key that changes with a setting: with the content of plain values and containers, with the identity of
+    objects, and with the identity and the values of arrays and of tensors that are not parameters.
     """
     if isinstance(value, PLAIN):
         return type(value), repr(value)
@@ -181,12 +180,12 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _numbers_of(tensor: Tensor) -> tuple[int, int]:
-    """Return numbers that change when a tensor is written in place, or replaced through `.data`."""
+    """Return numbers that change if a tensor is written in place or replaced through `.data`."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if stackable(tensor) else 0
 
 
-def _only_looks(hook: Any) -> bool:
+def _is_own_hook(hook: Any) -> bool:
     """Return whether a hook is the library's own."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("multitudes.")
 

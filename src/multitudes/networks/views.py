@@ -1,8 +1,8 @@
-"""Views: module objects of their own over the tensors of one network.
+"""Views: copies of a network's module objects that share its tensors.
 
-Members that share weights are views of one network: in view `i`, each layer that differs between members is that of
-member `i`. A view shares parameters, buffers, hooks and unchanged layers with the network; attributes that its code
-writes are its own. Running a view swaps nothing, so gradient checkpointing may run any part of it again at any time.
+Members that share weights are views of one network: in view `i`, each layer that differs between members is the layer
+of member `i`. A view shares parameters, buffers, hooks and unchanged layers with the network, but not the attributes
+that its code writes. Running a view swaps no tensors, so gradient checkpointing may rerun any part of it at any time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MISSING = object()
 
 
 def may_write(module: nn.Module) -> bool:
-    """Return whether a module's code may write attributes; torch's own layers write buffers alone."""
+    """Return whether a module's code may write attributes: a user's class, or a module with hooks."""
     kind = type(module).__module__
     own = not kind.startswith(("torch.nn.", "multitudes.")) or ".models." in kind
     return own or bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def view(network: nn.Module, changes: Changes, own: Callable[[nn.Module], bool] = lambda _: False) -> nn.Module:
-    """Return a view of a network with these changes; modules that need none are the network's, but for `own` ones."""
+    """Return a view of a network with these changes. It shares modules without changes, unless `own` selects them."""
     named = dict(network.named_modules(remove_duplicate=False))
     changed = {id(named[name]): attributes for name, attributes in changes.items()}
     modules = list(_modules(network))
@@ -49,7 +49,7 @@ def view(network: nn.Module, changes: Changes, own: Callable[[nn.Module], bool] 
     }
     for module in modules:
         if (twin := twins.get(id(module))) is not None:
-            vars(twin).update({name: _seen(name, value, twins) for name, value in vars(module).items()})
+            vars(twin).update({name: _with_twins(name, value, twins) for name, value in vars(module).items()})
             vars(twin).update(changed.get(id(module), {}))
     return twins.get(id(network), network)
 
@@ -63,8 +63,8 @@ def _modules(network: nn.Module) -> Iterator[nn.Module]:
             yield inner
 
 
-def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3) -> Any:
-    """Return an attribute with modules replaced by their twins, in new containers."""
+def _with_twins(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3) -> Any:
+    """Replace modules in an attribute by their twins; copy containers."""
     if name in _REGISTRIES:
         return value
     if isinstance(value, nn.Module):
@@ -74,32 +74,32 @@ def _seen(name: str, value: Any, twins: Mapping[int, nn.Module], depth: int = 3)
     if not depth or not _holds(value):
         return value
     if isinstance(value, dict):
-        return {key: _seen("", held, twins, depth - 1) for key, held in value.items()}
-    return type(value)(_seen("", held, twins, depth - 1) for held in value)
+        return {key: _with_twins("", held, twins, depth - 1) for key, held in value.items()}
+    return type(value)(_with_twins("", held, twins, depth - 1) for held in value)
 
 
 class Running(NamedTuple):
-    """Facts about the current run of a network whose members share weights."""
+    """State of the current run of a network whose members share weights."""
 
     is_view: bool = False
     learns: bool = False
-    """True if gradients are wanted."""
-    vmap: LazyVmap | None = None
-    """The vmap level of a view in which all members run under vmap."""
+    """True if gradients are enabled."""
+    lazy_vmap: LazyVmap | None = None
+    """The vmap of a view in which all members run together."""
     late: list[Any] | None = None
-    """The layers that have tiled rows so far, of a view in which one layer does."""
+    """The layers that have repeated their rows so far, in a view where the first differing layer does so."""
 
 
 RUNNING: ContextVar[Running] = ContextVar("running", default=Running())  # noqa: B039 (immutable)
 
 
 def run(
-    each: nn.Module, x: Input, is_view: bool = True, vmap: LazyVmap | None = None, late: list[Any] | None = None
+    each: nn.Module, x: Input, is_view: bool = True, lazy_vmap: LazyVmap | None = None, late: list[Any] | None = None
 ) -> Tensor:
-    """Run a view, or the network itself, and find its prediction."""
+    """Run a view or the network itself, and return its prediction."""
     if torch.compiler.is_compiling():
         return call(each, x)
-    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), vmap, late))
+    token = RUNNING.set(Running(is_view, torch.is_grad_enabled(), lazy_vmap, late))
     try:
         return call(each, x)
     finally:
@@ -107,10 +107,10 @@ def run(
 
 
 class Views:
-    """Views of one network, made anew where it has changed.
+    """Views of one network, rebuilt after it has changed.
 
-    An attribute that a view's code has written stays, unless it was set in the network since. The network itself shows
-    what the last view has written.
+    An attribute that a view's code wrote survives, unless it was set in the network since. The network itself gets what
+    the last view wrote (`show`).
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Views:
         self.may_write = False
 
     def current(self) -> list[nn.Module]:
-        """Return the views of the network as it was when its version was last looked at."""
+        """Return the views of the network's last known version."""
         if not self.views or (self.versions.number, self.versions.written) != self.made_of:
             self._make()
         return self.views
@@ -147,12 +147,12 @@ class Views:
         self.made_of = self.versions.number, self.versions.written
 
     def written(self, index: int) -> Written:
-        """Return what the code of a view has written, by the names of module and attribute."""
+        """Return the attributes that the code of a view wrote, by the names of module and attribute."""
         now, given = _writable(self.views[index]), self.given[index]
         return {key: value for key, value in now.items() if not same_objects(value, given.get(key, _MISSING))}
 
     def show(self) -> None:
-        """Give the network the attributes that the last view has written."""
+        """Set the attributes that the last view wrote in the network."""
         if torch.compiler.is_compiling() or not (written := self.written(len(self.views) - 1)):
             return
         write_attributes(self.network, copy_attributes(written))
@@ -170,12 +170,12 @@ class Views:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the views, which are made anew."""
+        """Omit the views, which are rebuilt."""
         return vars(Views(self.network, self.make, self.versions))
 
 
 Written = Mapping[tuple[str, str], Any]
-"""Attributes that code has written, by the names of module and attribute."""
+"""Attributes that code wrote, by the names of module and attribute."""
 
 
 def write_attributes(network: nn.Module, attributes: Written) -> None:
@@ -185,7 +185,7 @@ def write_attributes(network: nn.Module, attributes: Written) -> None:
 
 
 def copy_attributes(attributes: Written) -> Written:
-    """Copy the tensors, detached, and the containers among attributes."""
+    """Copy tensors (detached) and containers among attributes."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value) if _holds(value) else value
         for key, value in attributes.items()
@@ -196,7 +196,8 @@ def _holds(value: Any) -> bool:
     return type(value) in _CONTAINERS
 
 
-def _items(held: Any) -> tuple[Any, ...]:
+def items_in(held: Any) -> tuple[Any, ...]:
+    """Return the items of a container; for a dictionary, the keys and then the values."""
     return (*held, *held.values()) if isinstance(held, dict) else tuple(held)
 
 
@@ -212,10 +213,10 @@ def _writable(each: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def same_objects(one: Any, other: Any) -> bool:
-    """Return whether two values are the same object, or containers of the same objects."""
+    """Return whether two values are the same object or containers of the same objects."""
     if type(one) is not type(other) or not _holds(one):
         return one is other
     if isinstance(one, set):
         return one == other
-    ones, others = _items(one), _items(other)
+    ones, others = items_in(one), items_in(other)
     return len(ones) == len(others) and all(map(same_objects, ones, others))

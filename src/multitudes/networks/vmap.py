@@ -1,11 +1,11 @@
 """Run a network's own code once for all members, or for many draws, under vmap.
 
-Inside `vmap_level` a stacked tensor `[M, ...]` looks like one member's, and the network's code runs for all members. That
-is right for any code, and forwards that cannot be traced work too. vmap is slow or fails for a few functions: it adds a
-bias with a slow kernel, copies embedding tables, transposes feature maps for the new dimension, hides from attention
-that gradients are needed, and fails on recurrent layers. Rules replace these: one product per member into one result,
-one norm per member, one attention and one recurrence over members and batch. Operations on tensors that all members
-share run once. Under `torch.compile`, products and norms have no rules, since the compiler fuses them.
+Inside `vmap_level` a stacked tensor `[M, ...]` looks like one member's, and the network's code runs for all members.
+This is right for any code, also for forwards that cannot be traced. vmap is slow or fails for a few functions: it adds
+a bias with a slow kernel, copies embedding tables, transposes feature maps, hides from attention that gradients are
+needed, and fails on recurrent layers. Rules replace these functions: one product per member into one result, one norm
+per member, one attention and one recurrence over members and batch. Operations on tensors that all members share run
+once. Under `torch.compile`, products and norms have no rules, since the compiler fuses them.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from multitudes.networks.attention import AttentionArguments, math_attention, mu
 from multitudes.networks.calls import InputError, plain_attention
 
 ONE_BY_ONE_ABOVE = 2**22
-"""Products with a bias and more values than this run as one call per member. Such a call adds the bias as it writes its
-result, which one call for all members does not; on an H200 it takes a third of the time (benchmarks/README.md)."""
+"""Products with a bias and more values than this run as one call per member, which adds the bias while it writes its
+result. On an H200 this takes a third of the time of one call for all members (benchmarks/README.md)."""
 
 
 @dataclass(frozen=True)
 class VmapLevel:
-    """A vmap level over members: turns stacked tensors into one member's, and back."""
+    """A vmap level over members; it converts stacked tensors to each member's own and back."""
 
     count: int
     level: int
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return a stacked tensor `[M, ...]` as each member's own `[...]`."""
+        """Convert a stacked tensor `[M, ...]` to each member's own, `[...]`."""
         return _add_batch_dim(tensor, 0, self.level)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all members, `[M, ...]`; expand what they share."""
+        """Convert each member's own tensor to a stacked one, `[M, ...]`; expand shared tensors."""
         return _remove_batch_dim(tensor, self.level, self.count, 0)
 
     def outside(self) -> AbstractContextManager[Any]:
-        """Leave the vmap level inside `with`: code computes with stacked tensors and draws for all members."""
+        """Leave the vmap level inside `with`, to compute with stacked tensors."""
         return nullcontext() if torch.compiler.is_compiling() else temporarily_pop_interpreter_stack()
 
 
 @contextmanager
 def vmap_level(count: int) -> Iterator[VmapLevel]:
-    """Run code for all members at once, for the duration of a `with`; each member draws its own random numbers."""
+    """Run code for all members at once inside `with`; each member draws its own random numbers."""
     plain = plain_attention() if torch.compiler.is_compiling() else nullcontext()
     with plain, vmap_increment_nesting(count, "different") as level:
         members = VmapLevel(count, level)
@@ -68,9 +68,9 @@ def vmap_level(count: int) -> Iterator[VmapLevel]:
 
 
 class LazyVmap:
-    """The vmap level of members that share weights, entered on demand and left at the end of `with`.
+    """A vmap level over members that is entered on demand and left at the end of `with`.
 
-    What a network computes before that runs once, outside of vmap.
+    Computations before `enter` run once for all members.
     """
 
     def __init__(self, count: int) -> None:
@@ -81,21 +81,23 @@ class LazyVmap:
         self._modes = 0
 
     def enter(self) -> VmapLevel:
-        """Enter the level, unless it was entered before."""
+        """Enter the level if that has not happened yet."""
         if self.members is None:
             if _level() != self._outer:
-                raise InputError("a layer that differs between members runs inside a transform of the network's own")
+                raise InputError(
+                    "a layer that differs between members runs inside a functorch transform of the network"
+                )
             self.members = self._stack.enter_context(vmap_level(self.count))
             self._modes = torch._C._len_torch_function_stack()
         return self.members
 
     @property
     def disturbed(self) -> bool:
-        """True if the network left a function mode in which the level was entered, such as `with torch.device(...)`."""
+        """True if the network left a function mode after `enter`, such as `with torch.device(...)`."""
         return self.members is not None and torch._C._len_torch_function_stack() != self._modes
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all members, `[M, ...]`; expand what they share."""
+        """Convert each member's own tensor to a stacked one, `[M, ...]`; expand shared tensors."""
         return tensor.expand(self.count, *tensor.shape) if self.members is None else self.members.whole(tensor)
 
     def __enter__(self) -> LazyVmap:
@@ -106,7 +108,7 @@ class LazyVmap:
 
 
 def _level() -> int:
-    """Return the level of the innermost functorch transform, 0 outside of all."""
+    """Return the level of the innermost functorch transform, or 0."""
     return 0 if _functorch.peek_interpreter_stack() is None else _functorch.maybe_current_level() or 0
 
 
@@ -115,10 +117,7 @@ _is_own = _functorch.is_batchedtensor
 
 @dataclass(eq=False)
 class _Rules(TorchFunctionMode):
-    """Dispatch torch functions to the rules of this module.
-
-    Any active function mode also keeps torch from its fused attention, which vmap cannot batch.
-    """
+    """Dispatch torch functions to the rules below. Any function mode also turns off torch's fused attention."""
 
     members: VmapLevel
 
@@ -133,7 +132,7 @@ class _Rules(TorchFunctionMode):
             result = rule(self.members, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if function is Tensor.unflatten:  # keeps the compiler away from `super()` in it, where it stops
+        if function is Tensor.unflatten:  # the compiler fails on `super()` inside it
             return args[0].unflatten(*args[1:], **kwargs)
         return function(*args, **kwargs)
 
@@ -222,7 +221,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look up all members' rows in one table; an index too large is out of range for the last member, and raises."""
+    """Look up all members' rows in one table; an index out of range raises an error for the last member."""
     if not _is_own(weight) or max_norm is not None or sparse:
         return NotImplemented
     table, index = members.whole(weight), members.whole(input)
@@ -237,13 +236,13 @@ def _embedding(
 
 
 def _attention(members: VmapLevel, *args: Any, **kwargs: Any) -> Any:
-    """Fold members into the batch."""
+    """Fold members into the batch axis."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = AttentionArguments(*args, **kwargs)
     attend: Callable[..., Tensor] = partial(
         F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     rank = query.dim()
-    drawn = dropout_p > 0 and torch.compiler.is_compiling()  # vmap has to draw the members' own numbers
+    drawn = dropout_p > 0 and torch.compiler.is_compiling()  # vmap draws each member's own numbers
     if drawn or rank < 3 or key.dim() != rank or value.dim() != rank:
         with math_attention():  # works with and without gradients
             return attend(query, key, value, attn_mask)
@@ -269,13 +268,13 @@ def _right_gradients(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _multihead(members: VmapLevel, *args: Any, **kwargs: Any) -> Any:
-    """Run torch's multi-head attention as written: its parts have rules."""
+    """Run the code of torch's multi-head attention, whose parts have rules."""
     with _Rules(members):
         return multihead_attention(*args, **kwargs)
 
 
 def _convolution(function: Any) -> Callable[..., Tensor]:
-    """Cast what vmap's convolution does not cast under autocast: the bias, and on a CPU all arguments."""
+    """Cast arguments that vmap's convolution fails to cast under autocast: the bias, and on a CPU all."""
 
     def rule(
         members: VmapLevel, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
@@ -301,7 +300,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Compute a product and a sum with fixed statistics; fold members that share running statistics into the batch."""
+    """Multiply and add with fixed statistics; in training, fold members with shared statistics into the batch axis."""
     if running_mean is None or running_var is None:
         return NotImplemented
     if training:
@@ -327,7 +326,7 @@ def _average_pool(members: VmapLevel, input: Tensor, output_size: Any) -> Any:
 
 
 def _recurrent(function: Any) -> Callable[..., Any]:
-    """Fold members into the batch where they share the weights; packed sequences have no rule."""
+    """Fold members that share weights into the batch axis; packed sequences have no rule."""
 
     def rule(members: VmapLevel, input: Tensor, hidden: Any, weights: Any, *settings: Any) -> Any:
         if not isinstance(weights, list) or any(map(_is_own, weights)) or input.dim() != 3:
@@ -350,7 +349,7 @@ def _recurrent(function: Any) -> Callable[..., Any]:
 
 
 def _folded(tensor: Tensor, batch: Sequence[int]) -> Tensor:
-    """Fold members into the batch, `[M, B, ...] -> [M*B, ...]`."""
+    """Fold members into the batch axis: `[M, B, ...] -> [M*B, ...]`."""
     return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
 
 

@@ -1,16 +1,16 @@
-"""Tasks: the meaning of predictions, one object for each. Imports `base` and `networks`.
+"""Tasks: the meaning of predictions, one object per task. Imports `base` and `networks`.
 
-`TASKS` is the registry, and `task_of` the one place that turns a task's name into an object. Other code uses that
-object: how it averages draws, its criterion, its class axis, and the quantities, metrics and calibrations that exist.
+`TASKS` is the registry, and only `task_of` turns names into tasks. A task defines how to average draws, its criterion,
+its class axis, and the quantities, metrics and calibrations that exist.
 
 To add a task:
 
-1. One file here, with a class that derives from `ClassTask` (logits of classes) or `ValueTask` (numbers) and has a
-   `name`. `criteria` holds its losses, the default first. Override what differs from the base: `_needs` and
-   `check_targets` for the shapes that fit, `_averaged` to average draws, `means_and_variances` (or `by_class` and
-   `own_form`) for the quantities; `metrics`, `scalings`, `scores`, `outputs` and `likelihood` list what applies.
-2. One row in `TASKS`.
-3. One test: a network is trained, predicts, and is evaluated, calibrated and exported, compared with closed forms.
+1. Add a file here with a class that derives from `ClassTask` (logits of classes) or `ValueTask` (numbers) and has a
+   `name`. `criteria` holds its losses, the default first. Override what differs: `_needs` and `check_targets` for the
+   shapes that fit, `_averaged` to average draws, `means_and_variances` (or `by_class` and `own_form`) for quantities;
+   `metrics`, `scalings`, `scores`, `outputs` and `likelihood` list what applies.
+2. Add a row to `TASKS`.
+3. Add a test that trains, predicts, evaluates, calibrates and exports a network, compared with closed forms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multitudes.tasks.quantiles import Quantiles
 from multitudes.tasks.regression import Regression
 from multitudes.tasks.task import Task
 
-__all__ = ["TASKS", "Criterion", "Task", "criterion_for", "one_of", "task_of", "tasks_of"]
+__all__ = ["TASKS", "Criterion", "Task", "criterion_for", "join_tasks", "task_of", "tasks_of"]
 
 TASKS: dict[str, Task] = {
     "classification": Classification(),
@@ -43,7 +43,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bool = False) -> Task:
-    """Return the task of a name with those of the settings that it has; the one place that turns names into tasks.
+    """Return the task with a name, with the settings that it supports.
 
     >>> task_of("tokens", quantiles=None, next_tokens=True)
     Tokens(next_tokens=True)
@@ -55,22 +55,26 @@ def task_of(name: str, quantiles: Sequence[float] | None = None, next_tokens: bo
 
 
 def tasks_of(criterion: Criterion) -> tuple[str, ...]:
-    """Return the tasks that a criterion is for; none if it is unknown."""
+    """Return the names of the tasks of a criterion; none if it is unknown."""
     return tuple(name for name, task in TASKS.items() if is_any(criterion, task.criteria))
 
 
 def join_tasks(tasks: Sequence[str], sign: str = "") -> str:
-    """Format tasks for an error: `'binary' or 'multilabel'`."""
+    """Format names of tasks for an error: `'binary' or 'multilabel'`."""
     return " or ".join(f"{sign}{task!r}" for task in tasks)
 
 
 def criterion_for(
     task: str | None, criterion: Criterion | None, averages: bool = False, way_out: str = "pass task="
 ) -> Criterion:
-    """Return the training criterion: the task's default, or the given one unless it is for another task.
+    """Return the training criterion: the given one, or the task's default.
 
-    A task of None was not chosen: it stands for classification. Averaging several draws (`averages`) depends on the
-    task, so an unknown criterion then needs a chosen task. Errors start their advice with `way_out`.
+    Args:
+        task: the chosen task; None stands for classification.
+        criterion: a function of (prediction, target). Raise an error if it is known and for another task.
+        averages: whether several draws are averaged, which depends on the task, so that an unknown criterion needs one.
+        way_out: how the advice in error messages starts.
+
     >>> criterion_for("regression", None).__name__
     'mse_loss'
     >>> criterion_for(None, F.mse_loss)
@@ -86,16 +90,17 @@ def criterion_for(
     name = getattr(unwrap(criterion), "__name__", type(criterion).__name__)
     if known and chosen.name not in known:
         raise InputError(
-            f"criterion {name} is for task {one_of(known)}, and the task is {chosen.name!r}: {one_of(known, way_out)}"
+            f"criterion {name} is for task {join_tasks(known)}, and the task is {chosen.name!r}: "
+            f"{join_tasks(known, way_out)}"
         )
     if is_any(criterion, (F.binary_cross_entropy, nn.BCELoss)):
         raise InputError(
-            f"criterion {name} takes probabilities, and a network must give logits: "
-            "leave the sigmoid out, and pass nn.BCEWithLogitsLoss()"
+            f"criterion {name} takes probabilities, and a network must return logits: "
+            "remove the sigmoid, and pass nn.BCEWithLogitsLoss()"
         )
     if not known and task is None and averages:
         raise InputError(
-            "task must be given beside a criterion of your own where draws are averaged, since probabilities and "
-            f"values are averaged differently: {way_out}, one of {', '.join(TASKS)}"
+            "a criterion of your own needs a task if draws are averaged, since probabilities and values are averaged "
+            f"differently: {way_out}, one of {', '.join(TASKS)}"
         )
     return criterion

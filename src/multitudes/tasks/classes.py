@@ -1,7 +1,7 @@
 """Tasks of classes: "classification", "tokens", "binary" and "multilabel".
 
-`by_class` converts the logits of each to the form of classification, with classes in dim 2, in which everything is
-computed; `own_form` converts results back.
+`by_class` converts the logits of a task to the form of classification, with classes in dim 2. Quantities are computed
+in that form, and `own_form` converts them back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BINARY_CROSS_ENTROPIES = (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLo
 
 
 class ClassTask(Task):
-    """A task whose predictions are logits of classes: one softmax over `class_axis`, or one sigmoid for each logit."""
+    """A task whose predictions are logits of classes: one softmax over `class_axis`, or one sigmoid per logit."""
 
     classes = True
     quantities: ClassVar[frozenset[str]] = frozenset(
@@ -38,28 +38,28 @@ class ClassTask(Task):
     likelihood = True
 
     def by_class(self, predictions: Tensor) -> Tensor:
-        """Return logits with classes in dim 2: `[S, B, C, ...]`. A single logit z becomes (0, z), for no and yes."""
+        """Return logits with classes in dim 2: `[S, B, C, ...]`. A single logit z becomes (0, z) for (no, yes)."""
         if self.class_axis is None:
             return torch.stack([torch.zeros_like(predictions), predictions], 2)
         return predictions if self.class_axis > 0 else predictions.movedim(self.class_axis, 2)
 
     def own_form(self, values: Tensor, dim: int) -> Tensor:
-        """Return the values of classes in the task's form, with classes in `dim` if it has them; of yes/no, yes."""
+        """Convert values with classes in `dim` to the task's form; for yes or no, select yes."""
         if self.class_axis is None:
             return values.select(dim, 1)
         return values if self.class_axis > 0 else values.movedim(dim, self.class_axis)
 
     def logits(self, log_probs: Tensor) -> Tensor:
-        """Return logits in the task's form that have these log-probabilities, `[B, C, ...]`."""
+        """Convert log-probabilities `[B, C, ...]` to logits in the task's form."""
         own = self.own_form(log_probs, 1)
         return own if self.class_axis is not None else own - log_probs.select(1, 0)
 
     def class_count(self, shape: Sequence[int]) -> int:
-        """Return the number of classes of predictions of a shape, `[B, ...]`."""
+        """Return the number of classes in predictions of shape `[B, ...]`."""
         return 2 if self.class_axis is None else shape[self.class_axis]
 
     def targets_by_class(self, y: Tensor, shape: torch.Size) -> Tensor:
-        """Return targets as classes, one for each of the `places` of predictions of a shape, `[B, ...]`."""
+        """Return targets as classes, in the shape `places` for predictions of shape `[B, ...]`."""
         yes_or_no = self.class_axis is None and (y.dtype == torch.bool or y.is_floating_point())
         return y.long() if yes_or_no and bool((y == y.round()).all()) else self.aligned(y)
 
@@ -90,8 +90,8 @@ class SoftmaxTask(ClassTask):
             if own.shape != predictions.shape[1:] or bool((own < 0).any()) or not _adds_up(own, 1):
                 raise InputError(
                     f"y must hold classes, or their probabilities {list(predictions.shape[1:])}, got values of shape "
-                    f"{list(y.shape)}: for values pass task='regression' or task='gaussian', and for several labels "
-                    "of one input task='multilabel'"
+                    f"{list(y.shape)}: for values pass task='regression' or task='gaussian', for several labels of "
+                    "one input task='multilabel'"
                 )
             return
         classes, y = predictions.shape[2], y.long()
@@ -99,7 +99,7 @@ class SoftmaxTask(ClassTask):
         if wrong.numel():
             raise InputError(f"y must hold classes 0 to {classes - 1}, got {wrong[0].item()}")
         if bool((y == -100).all()):
-            raise InputError("y must hold at least one target that is not ignored, got -100 throughout")
+            raise InputError("y must hold at least one target that is not ignored, got only -100")
 
 
 class Classification(SoftmaxTask):
@@ -129,8 +129,8 @@ class Classification(SoftmaxTask):
         if len(shape) > 3 and y.dim() == len(shape) - 1 and y.shape[1:] != shape[2:]:
             size = tuple(y.shape[1:])
             raise InputError(
-                f"predictions are of size {list(shape[2:])} and y of size {list(y.shape[1:])}: scale one of them, say "
-                f"by mt.Multitude(model, output=lambda answer: F.interpolate(answer.logits, size={size}))"
+                f"predictions are of size {list(shape[2:])} and y of size {list(y.shape[1:])}: scale one of them, for "
+                f"example by mt.Multitude(model, output=lambda out: F.interpolate(out.logits, size={size}))"
             )
         if values:
             self._check_classes(predictions, y)
@@ -186,7 +186,7 @@ class Tokens(SoftmaxTask):
 
 
 class SigmoidTask(ClassTask):
-    """Yes or no for each target: independent logits."""
+    """Yes or no per target: independent logits."""
 
     scalings = ("temperature", "member_temperature", None)
     scores = ("lac", "aps")
@@ -246,14 +246,14 @@ class Multilabel(SigmoidTask):
         return shape
 
 
-# -- if no task was chosen ---------------------------------------------------------------------------------
+# -- without a chosen task ---------------------------------------------------------------------------------
 
 
 def check_class_axis(predictions: Tensor, x: Input) -> None:
-    """Raise InputError if the shape of predictions `[S, B, ...]` does not prove that they classify.
+    """Raise InputError unless the shape of predictions `[S, B, ...]` proves that classes are in dim 2.
 
-    One axis of classes, in dim 2, is classification. For images, `[S, B, C, H, W]`, the last two axes must match the
-    input's own, or be in proportion to them, and the two axes before the last must not.
+    This is so if there is no further axis, and for images, `[S, B, C, H, W]`, if the last two axes are in proportion to
+    those of the input and the two axes before the last are not.
     """
     shape = predictions.shape
     _check_several(shape)
@@ -264,7 +264,7 @@ def check_class_axis(predictions: Tensor, x: Input) -> None:
     first = any(_in_proportion(shape[3:], size) for size in sizes)
     last = any(_in_proportion(shape[2:-1], size) for size in sizes)
     if dims == 1 or not first or last:
-        what = "may have their classes in dim 2 or last" if dims == 1 else "do not tell where their classes are"
+        what = "may have their classes in dim 2 or last" if dims == 1 else "have an unknown class axis"
         raise InputError(
             f"predictions of shape {list(shape)} {what}, and no task was chosen: "
             "pass task='classification' for classes in dim 2, or task='tokens' for classes last"
@@ -278,13 +278,13 @@ def _in_proportion(places: Sequence[int], size: Sequence[int]) -> bool:
 def _check_several(shape: Sequence[int]) -> None:
     if len(shape) < 3 or (shape[2] == 1 and len(shape) != 4):  # one token of several classes has four axes
         raise InputError(
-            f"predictions of shape {list(shape)} are one number for each input, and no task was chosen: pass "
-            "task='binary' for the logit of yes or no; for values pass task='regression'"
+            f"predictions of shape {list(shape)} are one number per input, and no task was chosen: pass "
+            "task='binary' for logits of yes or no, task='regression' for values"
         )
 
 
 def check_clear(predictions: Tensor, y: Tensor) -> None:
-    """Raise InputError if targets do not prove that predictions `[S, B, C, ...]` classify."""
+    """Raise InputError if the shape of targets does not fit predictions with classes in dim 2, `[S, B, C, ...]`."""
     shape = predictions.shape[1:]
     if len(shape) < 2 or shape[1] == 1:
         _check_several(predictions.shape)

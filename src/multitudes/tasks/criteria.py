@@ -1,4 +1,4 @@
-"""Criteria: recognise torch's own, and compute the loss and the weight of each target."""
+"""Criteria: recognize those of torch, and compute the loss and the weight of each target."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def setting_of(criterion: Any, name: str, default: Any) -> Any:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return the same values, in float32 if their precision is lower."""
+    """Convert values of lower precision to float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """Reduce losses by the names that torch's criteria use: their mean, their sum, or all of them."""
+    """Reduce losses by `"mean"`, `"sum"` or `"none"`, as torch's criteria do."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
@@ -61,10 +61,9 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
 
 
 def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each target, `[B, ...]`, by a criterion with torch's `reduction`, and its count.
+    """Return the loss and the count of each target, `[B, ...]` both, for a criterion with torch's `reduction`.
 
-    Both have the same shape. The criterion's mean is `losses.sum() / counts.sum()`: ignored targets count 0, and the
-    criterion's own class weights are part of the counts.
+    The criterion's mean is `losses.sum() / counts.sum()`: ignored targets count 0, and counts include class weights.
 
     >>> target_losses(nn.L1Loss(), torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [5.0]]))
     (tensor([[1.],
@@ -83,7 +82,7 @@ def target_losses(criterion: Criterion, prediction: Tensor, y: Tensor) -> tuple[
 
 
 def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean of a criterion's losses times the targets' weights: `[B]`, or one for each target.
+    """Return the mean of a criterion's losses times weights, per row `[B]` or per target.
 
     >>> two = torch.tensor([[1.0], [2.0]])
     >>> weighted_mean(F.l1_loss, two, torch.zeros(2, 1), torch.tensor([1.0, 0.5]))  # (1 * 1 + 0.5 * 2) / 2
@@ -95,14 +94,11 @@ def weighted_mean(criterion: Criterion, prediction: Tensor, y: Tensor, weight: T
 
 
 def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean of any criterion's losses of single rows times their weights `[B]`.
-
-    Raise an error for a criterion that is not a mean over rows.
-    """
+    """Return the mean of the losses of single rows times weights `[B]`, for any criterion that is a mean over rows."""
     if weight.dim() != 1:
         raise InputError(
-            "weights of single targets need a criterion that is known, such as nn.CrossEntropyLoss(); one of your own "
-            f"can have one weight for each row, got weights of shape {list(weight.shape)}"
+            "weights of single targets need a known criterion, such as nn.CrossEntropyLoss(); with a criterion of your "
+            f"own, pass one weight per row, got weights of shape {list(weight.shape)}"
         )
     losses = torch.stack([criterion(prediction[i : i + 1], y[i : i + 1]) for i in range(len(prediction))])
     if not torch.compiler.is_compiling():
@@ -111,16 +107,18 @@ def weighted_by_row(criterion: Criterion, prediction: Tensor, y: Tensor, weight:
         near = {"rtol": max(1e-3, torch.finfo(whole.dtype).eps ** 0.5), "atol": 1e-5, "equal_nan": True}
         if losses.dim() != 1 or not torch.allclose(losses.detach().mean(), whole, **near):
             raise InputError(
-                "criterion must be a mean over the rows of a batch where these have weights, and the one that is given "
-                f"is {whole.detach().mean().item():g} where the mean of its rows is {losses.detach().mean().item():g}"
+                "criterion must be a mean over the rows of a batch if these have weights, got "
+                f"{whole.detach().mean().item():g} where the mean over rows is {losses.detach().mean().item():g}"
             )
     return (losses * weight.to(losses)).mean()
 
 
 def expand_weight(weight: Tensor, losses: Tensor) -> Tensor:
-    """Expand weights `[B]` or `[B, ...]` to the shape of losses, which may have further axes."""
+    """Expand weights `[B]` or `[B, ...]` to the shape of losses."""
     if weight.shape != losses.shape[: weight.dim()]:
-        raise InputError(f"weight must have one number for each of {losses.shape[0]} rows, got {list(weight.shape)}")
+        raise InputError(
+            f"weight must hold one number for each of {losses.shape[0]} rows, got shape {list(weight.shape)}"
+        )
     return weight.to(losses).view(*weight.shape, *[1] * (losses.dim() - weight.dim())).expand_as(losses)
 
 

@@ -41,7 +41,7 @@ def split_gaussian(prediction: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
 def join_gaussian(mean: Tensor, variance: Tensor, dim: int = 1) -> Tensor:
     """Invert `split_gaussian`: means and variances, `[B, D, ...]` each -> outputs `[B, 2D, ...]`.
 
-    A variance below 1e-6 becomes 1e-6, the smallest that outputs can express.
+    Variances below 1e-6 become 1e-6.
 
     >>> split_gaussian(join_gaussian(torch.tensor([[3.0]]), torch.tensor([[0.25]])))
     (tensor([[3.]]), tensor([[0.2500]]))
@@ -51,10 +51,14 @@ def join_gaussian(mean: Tensor, variance: Tensor, dim: int = 1) -> Tensor:
 
 
 def gaussian_nll(prediction: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """The training criterion of `task="gaussian"`: `[B, 2D, ...]`, `[B, D, ...]` -> mean over all values.
+    """Return the negative log-likelihood of Gaussians, the training criterion of `task="gaussian"`.
 
-    `-log N(y; mean, variance) = (log(2 pi variance) + (y - mean)^2 / variance) / 2`, with mean and variance from
-    `split_gaussian`. `reduction` is `"mean"`, `"sum"` or `"none"`, as in torch.
+    `-log N(y; mean, variance) = (log(2 pi variance) + (y - mean)^2 / variance) / 2`
+
+    Args:
+        prediction: means, then raw variances `r` with `variance = softplus(r) + 1e-6`, `[B, 2D, ...]`.
+        target: values, `[B, D, ...]`.
+        reduction: `"mean"`, `"sum"` or `"none"`, as in torch.
 
     >>> gaussian_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]))  # variance log 2
     tensor(1.4570)
@@ -64,12 +68,11 @@ def gaussian_nll(prediction: Tensor, target: Tensor, reduction: str = "mean") ->
 
 
 def beta_nll(prediction: Tensor, target: Tensor, beta: float = 0.5, reduction: str = "mean") -> Tensor:
-    """`gaussian_nll` with each value's loss times its variance to the power of `beta`, as a constant.
+    """Weigh each value's `gaussian_nll` by its variance to the power of `beta` (Seitzer et al. 2022, equation 5).
 
-    Seitzer et al. (2022), equation 5: `variance^beta * -log N(y; mean, variance)`, with no gradient through the first
-    factor. The likelihood's gradient for a mean is `(mean - y) / variance`, so badly predicted values, with large
-    variance, are learned the least. With `beta=1` it is the gradient of half the squared error; `beta=0` is
-    `gaussian_nll`. Set it with `functools.partial(beta_nll, beta=1.0)`.
+    `variance^beta * -log N(y; mean, variance)`, without gradients through the weight. With `beta=0` (`gaussian_nll`),
+    the gradient of a mean is `(mean - y) / variance`, so values with large variance are learned least. With `beta=1`,
+    it is the gradient of half the squared error. Set it by `functools.partial(beta_nll, beta=1.0)`.
 
     >>> beta_nll(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0]]), beta=1.0)  # log 2 * 1.4570
     tensor(1.0099)
@@ -82,7 +85,7 @@ def beta_nll(prediction: Tensor, target: Tensor, beta: float = 0.5, reduction: s
 def mixture_nll(predictions: Tensor, target: Tensor) -> Tensor:
     """Return minus the log density of a mixture of Gaussians: `[S, B, 2D, ...]`, `[B, D, ...]` -> `[B, D, ...]`.
 
-    >>> mixture_nll(torch.tensor([[[3.0, 0.0]], [[3.0, 0.0]]]), torch.tensor([[4.0]]))  # two that are the same
+    >>> mixture_nll(torch.tensor([[[3.0, 0.0]], [[3.0, 0.0]]]), torch.tensor([[4.0]]))  # two equal members
     tensor([[1.4570]])
     """
     means, variances = split_gaussian(predictions, dim=2)
@@ -123,7 +126,7 @@ class Gaussian(ValueTask):
     def validation_losses(
         self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score by the density of the members' mixture, which is not Gaussian."""
+        """Return the negative log density of the members' mixture, which is not Gaussian."""
         losses = mixture_nll(predictions, y)
         return losses, expand_weight(weight, losses)
 

@@ -1,4 +1,4 @@
-"""The task of a network by its class: the heads of Hugging Face's models, recognized by name."""
+"""Tasks of Hugging Face's heads, recognized by class name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBLEMS = {
 
 
 def head_task(network: nn.Module) -> str | None:
-    """Return the task of a Hugging Face head; None for other classes, or if an output other than the logits was chosen.
+    """Return the task of a Hugging Face head; None for other classes, or for a chosen output other than the logits.
 
     >>> class TinyForTokenClassification(nn.Linear):
     ...     config = None
@@ -48,19 +48,19 @@ def head_task(network: nn.Module) -> str | None:
 def predicts_next_tokens(network: nn.Module) -> bool:
     """Return whether position t predicts the label at t + 1, as in Hugging Face's causal language models.
 
-    Encoder-decoders (T5), masked models, and the few causal models whose own loss does not shift labels (the decoders
-    of BART and similar models, XLNet) predict the label at t.
+    Encoder-decoders (T5), masked models, and causal models whose own loss does not shift labels (the decoders of BART
+    and similar models, XLNet) predict the label at t.
     """
     network = _inside(network)
     if head_task(network) != "tokens" or _is_a(network, ("ForTokenClassification", "ForMaskedLM")):
         return False
-    kind: Any = type(network)  # mypy does not know that it is hashable
+    kind: Any = type(network)  # hashable, which mypy denies
     return not getattr(network.config, "is_encoder_decoder", False) and _shifts_labels(kind)
 
 
 @functools.cache
 def _shifts_labels(kind: Any) -> bool:
-    """Return whether the loss in Hugging Face's own forward shifts labels, judged by the names in its code."""
+    """Return whether the loss in Hugging Face's forward shifts labels, by the names in its code."""
     for each in kind.__mro__:
         forward = vars(each).get("forward")
         if forward is not None and each.__module__.startswith("transformers."):
@@ -71,7 +71,7 @@ def _shifts_labels(kind: Any) -> bool:
 
 
 def _inside(network: nn.Module) -> Any:
-    """Return the user's own network, without the wrappers of the library and of `torch.compile`."""
+    """Return the user's network without the wrappers of the library and of `torch.compile`."""
     while True:
         own = type(network).__module__.startswith("multitudes.")
         inner = getattr(network, "network", None) if own else network._modules.get("_orig_mod")

@@ -1,7 +1,7 @@
 """`Predictive`: the joint prediction of S predictions of the same inputs, and its uncertainty.
 
-Class quantities are computed in the form of classification, classes in dim 2 (`ClassTask.by_class`), and returned in
-the task's own form; value quantities, from each member's mean and variance (`ValueTask.means_and_variances`).
+Quantities of classes are computed with classes in dim 2 (`ClassTask.by_class`) and returned in the task's own form.
+Quantities of values are computed from each member's mean and variance (`ValueTask.means_and_variances`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multitudes.tasks.criteria import at_least_float32
 
 
 def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
-    """Turn a method into a cached property that raises an error for tasks without it."""
+    """Turn a method into a cached property that raises an error for tasks without this quantity."""
 
     @wraps(compute)
     def checked(self: Predictive) -> Tensor:
@@ -33,7 +33,7 @@ def quantity(compute: Callable[[Any], Tensor]) -> cached_property[Tensor]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictive:
-    """S predictions of B inputs, and the quantities computed from them.
+    """S predictions of B inputs, and quantities computed from them.
 
     - `task="classification"`, logits `[S, B, C, ...]`: `probs`, `log_probs` `[B, C, ...]`, `member_probs`,
       `member_log_probs` `[S, B, C, ...]`, `label`, `confidence`, `entropy`, `expected_entropy`,
@@ -48,24 +48,25 @@ class Predictive:
     - `task="gaussian"`, means and then raw variances (see `split_gaussian`) `[S, B, 2D, ...]`: the same,
       `[B, D, ...]`.
     - `task="quantiles"`, quantiles of rising levels `[S, B, Q, ...]`: the same, `median` and `quantile(level)`, of the
-      mixture of the members' distributions (see `core.tasks.quantiles`), `[B, ...]`.
+      mixture of the members' distributions (see `multitudes.tasks.quantiles`), `[B, ...]`.
 
-    Each quantity is computed on first access, in float32 or better, and cached: do not write into it.
+    Each quantity is computed on first access, in float32 or better, and cached: do not modify it in place.
 
-    The predictions of a calibrated network (`calibrate`) also have `set(level)`, for values also as `interval(level)`,
-    and their `probs`, `log_probs`, `label`, `confidence` and `entropy` are calibrated. Quantities of members are not:
-    `member_probs`, `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`,
-    `max_logit`. Scalings of the members' predictions ("member_temperature", "variance") change these too.
+    A calibrated network (`calibrate`) has calibrated `probs`, `log_probs`, `label`, `confidence` and `entropy`, and
+    `set(level)`, for values also as `interval(level)`. Quantities of members are not calibrated: `member_probs`,
+    `member_log_probs`, `expected_entropy`, `mutual_information`, `variance`, `disagreement`, `max_logit`. Only the
+    scalings "member_temperature" and "variance" change them too.
 
-    Two members that are sure of different classes, and two that are both unsure:
+    Example: two confident members that disagree, and two unsure ones.
+
 
     >>> sure, unsure = [[8.0, 0.0], [0.0, 8.0]], [[0.0, 0.0], [0.0, 0.0]]
     >>> p = Predictive(torch.tensor([sure, unsure]).transpose(0, 1))
     >>> p
     Predictive(task='classification', members=2, inputs=2, outputs=[2])
-    >>> p.entropy  # each input is a coin flip ...
+    >>> p.entropy  # both inputs are uncertain ...
     tensor([0.6931, 0.6931])
-    >>> p.mutual_information  # ... but only about the first is there more to know
+    >>> p.mutual_information  # ... but members disagree about the first one only
     tensor([0.6901, 0.0000])
     >>> p.disagreement
     tensor([1., 0.])
@@ -82,7 +83,7 @@ class Predictive:
     predictions: Tensor
     task: str = "classification"
     draws: Tensor | None = None
-    """The number of draws of each input, `[B]`, with `draws="auto"`."""
+    """The number of draws per input, `[B]`, for `draws="auto"`."""
     calibration: Any = None
     """The `evaluation.calibrate.Calibration` of a calibrated network, fitted to held-out data."""
     quantiles: tuple[float, ...] | None = None
@@ -91,7 +92,7 @@ class Predictive:
     """True if position t of `task="tokens"` predicts the label at t + 1, as in a causal language model."""
 
     reading: Any = field(init=False, repr=False)
-    """The task as an object (see `core.tasks`)."""
+    """The task as an object (see `multitudes.tasks`)."""
 
     def __post_init__(self) -> None:
         reading = task_of(self.task, self.quantiles, self.next_tokens)
@@ -106,12 +107,12 @@ class Predictive:
         if quantity not in self.reading.quantities:
             *tasks, last = (name for name, kind in TASKS.items() if quantity in kind.quantities)
             needed = f"{', '.join(tasks)} or {last}" if tasks else last
-            # An AttributeError would be swallowed by hasattr and getattr.
+            # hasattr and getattr would hide an AttributeError.
             raise ValueError(f"{quantity} needs task {needed}, got predictions of {self.task}")
 
     @property
     def members(self) -> int:
-        """S, the number of predictions of each input."""
+        """S, the number of predictions per input."""
         return self.predictions.shape[0]
 
     def __len__(self) -> int:
@@ -126,7 +127,7 @@ class Predictive:
         return f"Predictive(task='{self.task}', {what})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles keep the predictions only; the quantities can be recomputed.
+        # Copies and pickles omit the cached quantities.
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     # -- all tasks -----------------------------------------------------------------------------------------
@@ -145,8 +146,13 @@ class Predictive:
     def set(self, level: float = 0.9, *, seed: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return a calibrated network's set or interval that contains the target with probability `level`.
 
-        Classes have a set, boolean `[B, C, ...]`, or `[B, T, C]` for tokens; yes/no has `[B, 2, ...]`, for no and for
-        yes. Values have an interval, `(low, high)`, each in the mean's shape. A `seed` is for randomized sets only.
+        Args:
+            level: the probability.
+            seed: a seed for randomized sets.
+
+        Returns:
+            For classes, a boolean set `[B, C, ...]` (`[B, T, C]` for tokens, `[B, 2, ...]` for no and yes). For values,
+            an interval `(low, high)`, both in the mean's shape.
         """
         if self.calibration is None or self.calibration.conformal is None:
             raise ValueError("set needs a network with conformal scores: calibrated = mt.calibrate(net, data) first")
@@ -159,7 +165,7 @@ class Predictive:
 
     @property
     def together(self) -> Tensor:
-        """The joint prediction in the form of one member's, `[B, ...]`; for example the calibrated logits."""
+        """The joint prediction in the form of a member's prediction, `[B, ...]`, for example calibrated logits."""
         if self.calibration is None or not self.reading.classes:
             return self.reading.averaged(self.predictions)
         return self.reading.logits(self._log_probs).reshape(self.predictions.shape[1:])
@@ -167,7 +173,7 @@ class Predictive:
     # -- classes -------------------------------------------------------------------------------------------
 
     def as_classes(self) -> Predictive:
-        """The predictions in the form of classification, `[S, B, C, ...]`: yes/no becomes two classes."""
+        """Return the predictions in the form of classification, `[S, B, C, ...]`: yes/no becomes two classes."""
         self._require("as_classes")
         if self.reading.class_axis == 1:
             return self
@@ -221,7 +227,7 @@ class Predictive:
 
     @quantity
     def label(self) -> Tensor:
-        """The most probable class, `[B, ...]`; for yes/no, 1 if yes is the more probable."""
+        """The most probable class, `[B, ...]`; for yes/no, 1 if yes is more probable."""
         return self._probs.argmax(1)
 
     @quantity
@@ -250,7 +256,7 @@ class Predictive:
 
     @quantity
     def max_logit(self) -> Tensor:
-        """The largest of the members' mean logits, `[B, ...]`: a score of how familiar an input is."""
+        """The maximum of the members' mean logits, `[B, ...]`; low for out-of-distribution inputs."""
         return at_least_float32(self.reading.by_class(self.predictions)).mean(0).amax(1)
 
     @quantity
@@ -288,7 +294,7 @@ class Predictive:
 
     @quantity
     def aleatoric_variance(self) -> Tensor:
-        """The noise that the members predict, the mean of their variances; 0 for `task="regression"`."""
+        """The mean of the variances that members predict, `[B]` or `[B, D, ...]`; 0 for `task="regression"`."""
         return self.member_means_and_variances[1].mean(0)
 
     @quantity
@@ -297,7 +303,7 @@ class Predictive:
         return self.variance.sqrt()
 
     def quantile(self, level: float) -> Tensor:
-        """Return a quantile of the members' mixture, `[B, ...]`; `level` is between those of `task="quantiles"`."""
+        """Return a quantile of the members' mixture, `[B, ...]`; `level` lies between the predicted ones."""
         self._require("quantile")
         return self.reading.quantile(self.predictions, level)
 
@@ -307,11 +313,14 @@ class Predictive:
         return self.quantile(0.5)
 
     def interval(self, level: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return the central interval `(low, high)` that holds the target with probability `level`, by default 0.95.
+        """Return the central interval `(low, high)` that contains the target with probability `level`.
 
         It is the interval of the Gaussian with the mean and variance of the members' mixture (Lakshminarayanan et al.,
-        2017, section 2.4). For quantiles it is that of the mixture itself, by default the widest between their levels.
-        For a calibrated network with conformal scores it is `set(level)`, whose coverage holds for any distribution.
+        2017, section 2.4); for quantiles, of the mixture itself. For a calibrated network with conformal scores it is
+        `set(level)`, whose coverage holds for any distribution.
+
+        Args:
+            level: the probability, by default 0.95; for quantiles, that of the widest interval between their levels.
 
         >>> p = Predictive(torch.tensor([[1.0], [3.0]]), task="regression")
         >>> p.interval(0.5)
@@ -328,7 +337,7 @@ class Predictive:
     # -- selection -----------------------------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Predictive:
-        """Select inputs by an int, a slice, a boolean mask `[B]` or positions; the batch axis stays.
+        """Select inputs by an int, a slice, a boolean mask `[B]` or positions; keep the batch axis.
 
         >>> p = Predictive(torch.randn(4, 10, 3))
         >>> p[2:5]
@@ -339,16 +348,16 @@ class Predictive:
         if isinstance(index, int) or getattr(index, "ndim", 1) == 0:  # torch and numpy scalars have ndim 0
             position = int(index)  # type: ignore[arg-type]
             if not -len(self) <= position < len(self):
-                raise IndexError(f"index must lie within the {len(self)} inputs, got {position}")
+                raise IndexError(f"index {position} is out of range for {len(self)} inputs")
             index = [position]
         chosen = self.predictions[:, index]
         if chosen.ndim != self.predictions.ndim:
-            raise IndexError(f"index must select along the {len(self)} inputs alone, got {index}")
+            raise IndexError(f"index must select inputs ({len(self)}) and no other axis, got {index}")
         return replace(self, predictions=chosen, draws=None if self.draws is None else self.draws[index])
 
     @staticmethod
     def concat(parts: Iterable[Predictive]) -> Predictive:
-        """Join batches along B: members, task, output shape and calibration must be the same.
+        """Concatenate batches along B; members, task, output shape and calibration must be the same.
 
         >>> Predictive.concat([Predictive(torch.randn(4, 10, 3)), Predictive(torch.randn(4, 6, 3))])
         Predictive(task='classification', members=4, inputs=16, outputs=[3])
@@ -365,9 +374,9 @@ class Predictive:
                     )
             one, other = list(first.predictions.shape), list(part.predictions.shape)
             if one[:1] + one[2:] != other[:1] + other[2:]:
-                raise ValueError(f"parts must have the same shape but for dim 1, got {one} and {other}")
+                raise ValueError(f"parts must have the same shape except in dim 1, got {one} and {other}")
             if part.calibration != first.calibration:
-                raise ValueError("parts must have the same calibration, or none, got predictions that differ in it")
+                raise ValueError("parts must have the same calibration or none, got different ones")
         counts = [part.draws for part in parts if part.draws is not None]
         return replace(
             first,
@@ -376,7 +385,7 @@ class Predictive:
         )
 
     def to(self, target: torch.device | torch.dtype | str) -> Predictive:
-        """Return the predictions on another device or in another dtype; itself if nothing changes."""
+        """Convert the predictions to a device or dtype; return itself if nothing changes."""
         moved = self.predictions.to(target)
         if moved is self.predictions:
             return self
@@ -385,7 +394,7 @@ class Predictive:
         return replace(self, predictions=moved, draws=draws, calibration=calibration)
 
     def cpu(self) -> Predictive:
-        """Return the predictions on the CPU; itself if they are there."""
+        """Move the predictions to the CPU; return itself if they are there."""
         return self.to("cpu")
 
 

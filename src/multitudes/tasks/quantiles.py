@@ -1,9 +1,9 @@
-"""Task "quantiles": quantile heads, and the distribution that they describe.
+"""Task "quantiles": quantile heads and their distribution.
 
 Koenker & Bassett, *Regression Quantiles* (1978). A network predicts Q quantiles of a value, at rising levels. Its
-quantile function is linear between them, and extrapolated linearly beyond the outermost; quantiles that cross are
-sorted (Chernozhukov, Fernández-Val & Galichon, *Quantile and Probability Curves Without Crossing*, 2010). Members
-together are the mixture of their distributions.
+quantile function is linear between them and extrapolated linearly; quantiles that cross are sorted (Chernozhukov,
+Fernández-Val & Galichon, *Quantile and Probability Curves Without Crossing*, 2010). The joint prediction is the mixture
+of the members' distributions.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def default_levels(count: int) -> tuple[float, ...]:
 
 
 def check_levels(levels: Any, count: int | None = None) -> tuple[float, ...]:
-    """Return levels as a tuple; raise an error unless they rise, lie between 0 and 1, and are `count`."""
+    """Check that `count` levels rise and lie between 0 and 1; return them as a tuple."""
     numbers = isinstance(levels, Sequence) and not isinstance(levels, str) and len(levels) > 0
     if not numbers or not all(isinstance(each, (int, float)) and 0 < each < 1 for each in levels):
         raise ValueError(f"quantiles must be levels between 0 and 1, such as (0.05, 0.5, 0.95), got {levels!r}")
     if any(one >= other for one, other in pairwise(levels)):
         raise ValueError(f"quantiles must be levels in rising order, got {levels!r}")
     if count is not None and len(levels) != count:
-        raise ValueError(f"quantiles must be as many levels as the network predicts, {count}, got {levels!r}")
+        raise ValueError(f"quantiles must hold one level for each of the network's {count} predictions, got {levels!r}")
     return tuple(float(each) for each in levels)
 
 
 def pinball(
     prediction: Tensor, target: Tensor, levels: Sequence[float] | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """The training criterion of `task="quantiles"`: `[B, Q, ...]`, `[B, ...]` -> mean over all values.
+    """Return the pinball loss, the training criterion of `task="quantiles"`: `[B, Q, ...]`, `[B, ...]` -> mean.
 
-    `tau (y - q)` if the quantile q of level tau is too low, and `(1 - tau) (q - y)` if it is too high.
+    It is `tau (y - q)` if the quantile q of level tau is too low, and `(1 - tau) (q - y)` if it is too high.
 
     >>> pinball(torch.tensor([[1.0, 3.0]]), torch.tensor([2.0]), (0.1, 0.9))  # (0.1 * 1 + 0.1 * 1) / 2
     tensor(0.1000)
@@ -62,7 +62,9 @@ def pinball(
     prediction = at_least_float32(prediction)
     if target.shape != prediction.shape[:1] + prediction.shape[2:]:
         want = list(prediction.shape[:1] + prediction.shape[2:])
-        raise ValueError(f"target must have the quantiles' shape without their axis, {want}, got {list(target.shape)}")
+        raise ValueError(
+            f"target must have the predictions' shape without their quantiles, {want}, got {list(target.shape)}"
+        )
     levels = default_levels(prediction.shape[1]) if levels is None else check_levels(levels, prediction.shape[1])
     tau = torch.tensor(levels, dtype=prediction.dtype, device=prediction.device)
     tau = tau.view(-1, *[1] * (prediction.dim() - 2))
@@ -83,7 +85,7 @@ def _knots(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def moments(values: Tensor, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the distributions with these quantiles: `[S, B, Q, ...]` -> `[S, B, ...]` each.
+    """Return the mean and variance of distributions with these quantiles: `[S, B, Q, ...]` -> `[S, B, ...]` each.
 
     >>> mean, variance = moments(torch.tensor([[[0.25, 0.5, 0.75]]]), (0.25, 0.5, 0.75))  # uniform from 0 to 1
     >>> mean, variance
@@ -105,8 +107,8 @@ def mixture_quantile(values: Tensor, levels: Sequence[float], level: float) -> T
     """
     if not levels[0] <= level <= levels[-1]:
         raise ValueError(
-            f"a quantile of level {level:g} needs quantiles around it, and the network predicts those of levels "
-            f"{levels[0]:g} to {levels[-1]:g}"
+            f"the quantile of level {level:g} is outside of the levels that the network predicts, {levels[0]:g} to "
+            f"{levels[-1]:g}"
         )
     knots, tau = _knots(values.double(), levels)
     shape, share = knots.shape[1:-1], tau.diff()
@@ -134,7 +136,7 @@ class Quantiles(ValueTask):
     """Quantiles of each value, at rising levels: `[S, B, Q, ...]`."""
 
     quantiles: Any = None
-    """The levels, chosen or, once the number of predictions is known, the default ones."""
+    """The levels: the chosen ones, or default ones as soon as the number of predictions is known."""
 
     name = "quantiles"
     criteria = (pinball,)
@@ -170,7 +172,7 @@ class Quantiles(ValueTask):
         return at_least_float32(predictions).sort(2).values
 
     def quantile(self, predictions: Tensor, level: float) -> Tensor:
-        """Return a quantile of the members' mixture, `[B, ...]`; `level` is between those predicted."""
+        """Return a quantile of the members' mixture, `[B, ...]`; `level` lies between the predicted ones."""
         return mixture_quantile(predictions, self.quantiles, level)
 
     @property
@@ -178,9 +180,7 @@ class Quantiles(ValueTask):
         """The level of the interval between the outermost quantiles."""
         widest = round(1 - 2 * max(self.quantiles[0], 1 - self.quantiles[-1]), 12)
         if widest <= 0:
-            raise ValueError(
-                f"an interval needs quantiles below and above the median, got those of levels {self.quantiles}"
-            )
+            raise ValueError(f"an interval needs quantiles below and above the median, got levels {self.quantiles}")
         return widest
 
     def interval(self, predictions: Tensor, mean: Tensor, std: Tensor, level: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tasks of values: the base of "regression", "gaussian" and "quantiles", and "regression" itself."""
+"""Task "regression", and the base class of tasks of values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multitudes.tasks.task import Task
 
 
 class ValueTask(Task):
-    """A task whose predictions are numbers; by default each is a member's mean."""
+    """A task whose predictions are numbers, by default means."""
 
     classes = False
     quantities = frozenset({"mean", "epistemic_variance", "aleatoric_variance", "std", "interval"})
@@ -25,7 +25,7 @@ class ValueTask(Task):
         return (weights * values).sum(0)
 
     def means_and_variances(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each member's mean and predicted variance, `[S, B]` or `[S, B, D, ...]`; 0 if it predicts none."""
+        """Return each member's mean and predicted variance (0 if it predicts none), `[S, B]` or `[S, B, D, ...]`."""
         means = at_least_float32(predictions)
         return means, means.new_zeros(()).expand_as(means)
 
@@ -45,7 +45,7 @@ class ValueTask(Task):
         return mean - reach, mean + reach
 
     def stretched(self, predictions: Tensor, factor: Tensor) -> Tensor:
-        """Return predictions `[S, B, ...]` whose mixture has `factor` times the variance, and the same mean."""
+        """Scale predictions `[S, B, ...]` so that their mixture has `factor` times the variance and the same mean."""
         values = predictions.to(factor.dtype)
         mean = values.mean(0)
         return mean + factor.sqrt() * (values - mean)

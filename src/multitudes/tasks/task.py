@@ -1,4 +1,4 @@
-"""`Task`: how predictions are averaged, trained, measured, calibrated and exported."""
+"""`Task`: how to average, train, measure, calibrate and export predictions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from multitudes.tasks.criteria import (
 
 
 class Task(ABC):
-    """The meaning of predictions `[S, B, ...]`. Immutable; `core.tasks.task_of` makes one from its name and settings.
+    """The meaning of predictions `[S, B, ...]`; immutable. `multitudes.tasks.task_of` makes one from its name.
 
-    A task derives from `ClassTask` or `ValueTask`, sets the attributes below if the defaults do not fit, and overrides
-    the methods that differ.
+    Subclasses derive from `ClassTask` or `ValueTask`, set the attributes below where the defaults do not fit, and
+    override the methods that differ.
     """
 
     name: ClassVar[str]
@@ -51,14 +51,14 @@ class Task(ABC):
     outputs: ClassVar[dict[str, str]]
     """The outputs of an exported file, by name, with their quantities."""
     metrics: ClassVar[tuple[str, ...]]
-    """The kinds of metrics that apply (`metrics.declare`); the first one parses predictions and targets for all."""
+    """The kinds of metrics that apply (`metrics.declare`); the first parses predictions and targets for all."""
     scalings: ClassVar[tuple[str | None, ...]] = (None,)
     """The scalings that can calibrate it (`evaluation.temperature`), the default first."""
     scores: ClassVar[tuple[str, ...]] = ()
     """The conformal scores of its sets and intervals (`evaluation.conformal`), the default first."""
     likelihood: ClassVar[bool] = False
-    """True if a Laplace posterior exists: the default criterion is minus the log-likelihood of a softmax if there is an
-    axis of classes, of a sigmoid for other classes, of a Gaussian for values."""
+    """True if a Laplace posterior exists: the default criterion is the negative log-likelihood of a softmax (with an
+    axis of classes), a sigmoid (other classes) or a Gaussian (values)."""
     single_logit: ClassVar[bool] = False
     """True if the two classes, no and yes, share one logit."""
     several_labels: ClassVar[bool] = False
@@ -68,7 +68,7 @@ class Task(ABC):
     predicts_noise: ClassVar[bool] = False
     """True if members predict the noise of values, so that their mixture has a density."""
     compared: ClassVar[bool] = False
-    """True if the landscape's function-space analyses support such predictions."""
+    """True if the landscape's function-space analyses support the task."""
     ignored: ClassVar[int | None] = None
     """The target that metrics ignore."""
     quantiles: Any = None
@@ -77,7 +77,7 @@ class Task(ABC):
     """True if position t predicts the label at t + 1; a setting."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # the same in every process
+        return f"{type(self).__name__}()"  # equal in every process
 
     # -- predictions and targets ---------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ class Task(ABC):
             raise ValueError(f"predictions of task {self.name} must {need}, got shape {list(shape)}")
 
     def _needs(self, shape: Sequence[int]) -> str | None:
-        """Return the requirement that a shape of sufficient rank does not meet, for an error."""
+        """Return the requirement that a shape of sufficient rank violates, for an error."""
         return None
 
     def check_targets(self, predictions: Tensor, y: Tensor, values: bool = True) -> None:
         """Raise InputError if aligned targets `[B, ...]` do not fit predictions `[S, B, ...]`.
 
-        With `values`, also check that classes are valid classes or probabilities.
+        With `values`, check the values of classes and probabilities too.
         """
         if not isinstance(y, Tensor) or not y.numel():
             got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
@@ -108,11 +108,11 @@ class Task(ABC):
         return self
 
     def aligned(self, y: Tensor, last: int = -100) -> Tensor:
-        """Return targets `[B, ...]`, each at the position that predicts it, and `last` where there is none."""
+        """Move targets `[B, ...]` to the positions that predict them; positions without a target get `last`."""
         return y
 
     def places(self, shape: torch.Size) -> torch.Size:
-        """Return the shape `[B, ...]` of targets for predictions of a shape, `[B, ...]`."""
+        """Return the shape of targets, `[B, ...]`, for predictions of shape `[B, ...]`."""
         return shape[:1] + shape[2:]
 
     def shown(self, outputs: Sequence[int]) -> list[int]:
@@ -124,8 +124,8 @@ class Task(ABC):
     def averaged(self, predictions: Tensor, weights: Tensor | None = None) -> Tensor:
         """Average predictions `[D, B, ...]` into one in the same form, `[B, ...]`.
 
-        Classes: logits whose probabilities are the mean of theirs. Regression, quantiles: their mean. Gaussian: the
-        mean and variance of their mixture. `weights [D]` sum to 1; the default weights are equal.
+        For classes, these are logits whose probabilities are the mean probabilities; for regression and quantiles, the
+        mean; for Gaussians, the mean and variance of the mixture. `weights [D]` sum to 1 and are equal by default.
 
         >>> from multitudes.tasks import task_of
         >>> task_of("classification").averaged(torch.tensor([[[2.0, 2.0]], [[1.0, 1.0]]])).exp()
@@ -165,15 +165,14 @@ class Task(ABC):
         return self._is_own(criterion) and not weighs_rows and setting_of(criterion, "reduction", "mean") == "mean"
 
     def _is_own(self, criterion: Criterion) -> bool:
-        """Return whether a criterion is itself a known one; a subclass may compute anything."""
+        """Return whether a criterion is exactly a known one, not a subclass, which may compute anything."""
         own = unwrap(criterion)
         return (type(own) if isinstance(own, nn.Module) else own) in self.criteria
 
     def loss(self, criterion: Criterion, prediction: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Apply a known criterion to a prediction `[B, ...]` and its unaligned targets, integers of any type included.
+        """Apply a known criterion to a prediction `[B, ...]` and unaligned targets, including integers of any type.
 
-        With a `weight` for each row, `[B]`, or for each target, in the shape of y, return the mean of the targets'
-        losses times their weights.
+        With a `weight` per row, `[B]`, or per target, in the shape of y, return the mean of losses times weights.
         """
         with nullcontext() if torch.compiler.is_compiling() else fitting(prediction, y):
             criterion, prediction, fitted = self._fitted(criterion, prediction, y)
@@ -186,9 +185,9 @@ class Task(ABC):
     def validation_losses(
         self, predictions: Tensor, together: Tensor, y: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the score of each target, lower is better, and its weight, 0 if ignored, in the same shape.
+        """Return the score (lower is better) and the weight (0 if ignored) of each target, in the same shape.
 
-        By default the score is the loss of the members' joint prediction, `together`.
+        By default, the score is the loss of the joint prediction, `together`.
         """
         with fitting(together, y):
             criterion, prediction, fitted = self._fitted(self.criterion, at_least_float32(together), y)
@@ -225,7 +224,7 @@ class Task(ABC):
 
 @contextmanager
 def fitting(prediction: Tensor, y: Tensor) -> Iterator[None]:
-    """Turn torch's errors about targets that do not fit predictions into one sentence."""
+    """Turn torch's errors about targets that do not fit predictions into an `InputError`."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError):

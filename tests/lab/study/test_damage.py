@@ -97,7 +97,7 @@ def test_only_a_damaged_job_is_repeated(name: str, kind: str, folder: Path) -> N
     job = run.job("packed", 0)
     DAMAGE[kind](job.directory / name)
     if (name, kind) == ("metrics.json", "swapped"):  # intact, but another job's
-        assert job.damage and "metrics.json' is damaged: it is another file" in job.damage
+        assert job.damage and "metrics.json' is damaged: it is a different file" in job.damage
     assert [each.name for each in run.done] == ["single-0", "snapshots-0"]
     assert [row.name for row in leaderboard(run)] and "packed" not in [row.name for row in leaderboard(run)]
     if (name, kind) != ("metrics.json", "deleted"):
@@ -120,7 +120,7 @@ def test_the_page_lists_damaged_jobs(folder: Path) -> None:
     run = Run(folder / "run")
     flip(run.job("packed", 0).directory / "predictions.safetensors")
     text = report.write(run.directory).read_text()
-    assert "This page is incomplete" in text and "checksum does not fit" in text
+    assert "This page is incomplete" in text and "checksum does not match" in text
     for job in run.jobs:
         flip(job.directory / "metrics.json")
     with pytest.raises(ValueError, match=r"no job is done; '.*metrics\.json' is damaged: .*to repeat this job"):

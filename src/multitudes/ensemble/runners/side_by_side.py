@@ -53,38 +53,38 @@ class SideBySide:
 
     def __call__(self, x: Input) -> Tensor:
         (network,) = self.views.current()
-        with LazyVmap(self.members) as vmap:
+        with LazyVmap(self.members) as lazy_vmap:
             if stochastic_layers(network):  # each member draws its own numbers, before that layer too
-                vmap.enter()
-            return self._run(network, vmap, x)
+                lazy_vmap.enter()
+            return self._run(network, lazy_vmap, x)
 
     def run_own_rows(self, x: Input) -> Tensor:
         """Run a batch `[M*B, ...]` of the members' own rows, `-> [M, B, ...]`."""
         (network,), rows = self.views.current(), len(tensors_in(x)[0])
-        with LazyVmap(self.members) as vmap:
-            members = vmap.enter()
+        with LazyVmap(self.members) as lazy_vmap:
+            members = lazy_vmap.enter()
 
             def own(tensor: Tensor) -> Tensor:
                 has_rows = tensor.shape[:1] == (rows,)
                 return members.own(tensor.unflatten(0, (self.members, -1))) if has_rows else tensor
 
-            return self._run(network, vmap, map_tensors(own, x))
+            return self._run(network, lazy_vmap, map_tensors(own, x))
 
-    def _run(self, network: nn.Module, vmap: LazyVmap, x: Input) -> Tensor:
+    def _run(self, network: nn.Module, lazy_vmap: LazyVmap, x: Input) -> Tensor:
         writing = writing_modules(network)
         buffers = [(module, dict(module._buffers)) for _, module in writing]
         own_numbers: AbstractContextManager[None] = nullcontext()
-        if vmap.members is not None:
-            own_numbers = as_member(network, vmap.members.own(torch.arange(self.members)), self.members)
+        if lazy_vmap.members is not None:
+            own_numbers = as_member(network, lazy_vmap.members.own(torch.arange(self.members)), self.members)
         try:
             with own_numbers, preserve_attributes(writing) as written:
-                predictions = vmap.whole(run(network, x, vmap=vmap))
+                predictions = lazy_vmap.whole(run(network, x, lazy_vmap=lazy_vmap))
         finally:
             for module, own in buffers:
                 if any(module._buffers[name] is not buffer for name, buffer in own.items()):
                     module._buffers.update(own)
                     raise InputError("its forward assigns buffers")
-        if vmap.disturbed:
+        if lazy_vmap.disturbed:
             raise InputError("a layer that differs between members runs inside a function mode")
         if written:
             path, name = min(written)

@@ -1,4 +1,4 @@
-"""`TaskNetwork`: a network with a task, which determines its loss and the meaning of its predictions."""
+"""`TaskNetwork`: a network with a task, which sets its loss and the meaning of its predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from multitudes.tasks.quantiles import check_levels
 
 
 class TaskNetwork(nn.Module):
-    """The task of a multitude, its own or that of its `network`."""
+    """Base class with the task of a multitude, chosen or from its `network`."""
 
     network: nn.Module
     chosen_task: str | None = None
@@ -34,14 +34,11 @@ class TaskNetwork(nn.Module):
     @property
     @abstractmethod
     def template(self) -> nn.Module:
-        """The network whose class, configuration and attributes represent those of the multitude."""
+        """The network whose class, configuration and attributes represent the multitude."""
 
     @property
     def task(self) -> str:
-        """The name of the task (see `Predictive`), which determines the loss.
-
-        By default it is the task of the network's Hugging Face head, or classification.
-        """
+        """The name of the task (see `Predictive`), by default that of the Hugging Face head or classification."""
         return self.known_task or "classification"
 
     @task.setter
@@ -50,7 +47,7 @@ class TaskNetwork(nn.Module):
 
     @property
     def reading(self) -> Task:
-        """The task as an object, with its settings (see `core.tasks`)."""
+        """The task as an object, with its settings (see `multitudes.tasks`)."""
         return self._reading(self.task)
 
     def _reading(self, task: str) -> Task:
@@ -58,14 +55,14 @@ class TaskNetwork(nn.Module):
 
     @property
     def known_task(self) -> str | None:
-        """The chosen task, or that of the network's head; None if predictions and targets decide."""
+        """The chosen task, or the task of the network's head, or None."""
         if self.chosen_task is not None or not isinstance(self.template, TaskNetwork):
             return self.chosen_task or head_task(self.template)
         return self.template.known_task
 
     @property
     def quantiles(self) -> tuple[float, ...] | None:
-        """The levels of `task="quantiles"`, which setting them selects; None for evenly spaced ones, 0.05 to 0.95."""
+        """The levels of `task="quantiles"`, by default evenly spaced from 0.05 to 0.95; setting them sets the task."""
         return self._quantiles
 
     @quantiles.setter
@@ -77,10 +74,10 @@ class TaskNetwork(nn.Module):
 
     @property
     def next_tokens(self) -> bool:
-        """True if position t of `task="tokens"` is trained on, and scored by, the label at t + 1.
+        """True if position t of `task="tokens"` is trained and scored with the label at t + 1.
 
-        This is the default for Hugging Face's causal language models, whose labels are the inputs themselves. Set it to
-        False if your labels are shifted already, and to True for your own language model if they are not.
+        The default is True for Hugging Face's causal language models, whose labels are the inputs. Set it to False if
+        labels are already shifted, and to True for your own language model if they are not.
         """
         if self._next_tokens is not None or not isinstance(self.template, TaskNetwork):
             return predicts_next_tokens(self.template) if self._next_tokens is None else self._next_tokens
@@ -93,14 +90,14 @@ class TaskNetwork(nn.Module):
             inner.next_tokens = shifted
 
     def _inner_networks(self) -> list[TaskNetwork]:
-        """The networks inside that have their own task: members that are multitudes."""
+        """Return the networks inside that have a task of their own."""
         inside = self.network if isinstance(self.network, nn.ModuleList) else [self.network]
         return [network for network in inside if isinstance(network, TaskNetwork)]
 
     def predictive_of(
         self, predictions: Tensor, x: Input, task: str | None = None, draws: Tensor | None = None
     ) -> Predictive:
-        """Turn predictions `[S, B, ...]` of inputs into a `Predictive` of the network's task, or of another one.
+        """Wrap predictions `[S, B, ...]` of inputs in a `Predictive`, by default of the network's task.
 
         Raise an error if no task is known and the shape of predictions is ambiguous.
         """
@@ -112,16 +109,16 @@ class TaskNetwork(nn.Module):
         return Predictive(predictions, task, draws, None, reading.quantiles, reading.next_tokens)
 
     def _warn_of_copies(self, x: Input, y: Tensor, task: str | None) -> None:
-        """Warn once if the tokens to predict are the inputs themselves, which a network learns by copying."""
+        """Warn if the tokens to predict are the inputs, which a network learns by copying."""
         known = task or self.known_task
         if known is None or "next_tokens" not in task_of(known).settings or self.next_tokens:
             return
         for ids in tensors_in(x):
-            alike = isinstance(y, Tensor) and (ids.dtype, ids.shape) == (y.dtype, y.shape) and not y.is_floating_point()
-            if alike and bool(((ids == y) | (y == -100)).all()):
+            fits = isinstance(y, Tensor) and (ids.dtype, ids.shape) == (y.dtype, y.shape) and not y.is_floating_point()
+            if fits and bool(((ids == y) | (y == -100)).all()):
                 warnings.warn(
-                    "y holds the tokens of x itself, which a network learns by copying them; where it is to predict "
-                    "the next token, set net.next_tokens = True",
+                    "y holds the tokens of x, so the network learns to copy its input; if it should predict the next "
+                    "token, set net.next_tokens = True",
                     stacklevel=3,
                 )
 
@@ -130,11 +127,11 @@ class TaskNetwork(nn.Module):
     ) -> TrainingLoss:
         """Return the training loss; raise an error if the targets do not fit the task or the predictions.
 
-        On a GPU only the values of the first targets are checked, since reading them waits for the GPU.
+        On a GPU, only the values of the first targets are checked, since that waits for the GPU.
         """
         objective = self._objective(criterion, task, averages)
         if not objective.is_known or torch.compiler.is_compiling():
-            return objective  # a user's own criterion checks its targets itself
+            return objective  # a user's criterion checks its own targets
         if not objective.has_task:
             check_clear(predictions, y)
         values = criterion is None and not (isinstance(y, Tensor) and y.is_cuda and self._targets_checked)
@@ -144,7 +141,7 @@ class TaskNetwork(nn.Module):
         return objective
 
     def _objective(self, criterion: Criterion | None, task: str | None, averages: bool) -> TrainingLoss:
-        """Find the criterion and the task; cache the default criterion, since every step needs it."""
+        """Return the criterion and the task; the default criterion is cached."""
         config = getattr(self.template, "config", None)
         head = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
         key = task, averages, self.chosen_task, self._quantiles, self._next_tokens, head
@@ -165,29 +162,28 @@ class TaskNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class TrainingLoss:
-    """The loss of a prediction, with its task."""
+    """A training criterion with its task."""
 
     loss: Callable[..., Tensor]
     """A function `(prediction, y, weight=None) -> mean over the batch`."""
     reading: Task
     has_task: bool
-    """True if the task was chosen, or comes from the network's head."""
+    """True if the task was chosen or comes from the network's head."""
     is_known: bool
-    """True if the criterion belongs to torch or the library."""
+    """True for criteria of torch and the library."""
     averages_rows: bool
     """True if the criterion is the mean over rows."""
 
 
 def member_losses(
-    objective: TrainingLoss, predictions: Tensor, y: Tensor, weight: Tensor | None, alike: bool
+    objective: TrainingLoss, predictions: Tensor, y: Tensor, weight: Tensor | None, joint: bool
 ) -> list[Tensor]:
-    """Return the losses of members' averaged draws, `[M, D, B, ...]`.
+    """Return the losses of members from their draws, `[M, D, B, ...]`, which are averaged.
 
-    If all members count `alike`, and the criterion is the mean over rows, return one number: the mean over the rows of
-    all members, in one call instead of one per member.
+    With `joint`, return one number if possible, in a single call: the mean over the rows of all members.
     """
     members, draws = predictions.shape[:2]
-    if alike and draws == 1 and objective.averages_rows:
+    if joint and draws == 1 and objective.averages_rows:
         weights = None if weight is None else weight.repeat(members, *[1] * (weight.dim() - 1))
         return [objective.loss(predictions.flatten(0, 2), y.repeat(members, *[1] * (y.dim() - 1)), weight=weights)]
     return [objective.loss(objective.reading.averaged(own), y, weight=weight) for own in predictions]

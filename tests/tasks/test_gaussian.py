@@ -1,4 +1,4 @@
-"""The criteria of means and variances: beta-NLL in closed form, and the density of a mixture."""
+"""The criteria of task "gaussian": likelihood and beta-NLL in closed form, and the density of a mixture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Normal
 
 import multitudes as mt
-from multitudes.tasks.gaussian import beta_nll, gaussian_nll, mixture_nll, split_gaussian
+from multitudes.tasks.gaussian import VARIANCE_FLOOR, beta_nll, gaussian_nll, mixture_nll, split_gaussian
+from tests.zoo.predictions import raises, randn
 
 P = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
 Y = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
@@ -21,6 +23,25 @@ def gradient(beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     p = P.clone().requires_grad_()
     beta_nll(p, Y, beta, reduction="sum").backward()
     return p.grad.chunk(2, 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 4, 5, 6)], ids=str)
+def test_the_likelihood_is_torchs(shape):
+    prediction, target = randn(*shape), randn(shape[0], shape[1] // 2, *shape[2:], seed=1)
+    mean, variance = split_gaussian(prediction)
+    loss = gaussian_nll(prediction, target)
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, F.gaussian_nll_loss(mean, target, variance, full=True))
+    p = mt.Predictive(prediction[None], task="gaussian")  # which reads the same Gaussian
+    torch.testing.assert_close(loss, -Normal(p.mean, p.std).log_prob(target).mean())
+
+
+def test_half_precision_is_computed_in_float32_and_a_variance_has_a_floor():
+    prediction, target = P.bfloat16(), Y.bfloat16()
+    loss = gaussian_nll(prediction, target)
+    assert loss.dtype == torch.float32 and torch.equal(loss, gaussian_nll(prediction.float(), target.float()))
+    p = mt.Predictive(torch.tensor([[[0.0, -1e4]]]), task="gaussian")
+    assert p.variance.item() == pytest.approx(VARIANCE_FLOOR)
 
 
 def test_beta_0_is_the_negative_log_likelihood():
@@ -46,7 +67,7 @@ def test_gradients_are_those_of_the_paper(beta):
 
 
 @pytest.mark.parametrize("criterion", [beta_nll, partial(beta_nll, beta=1.0), partial(beta_nll, beta=0.0)])
-def test_it_is_a_criterion_of_gaussians(criterion):
+def test_beta_nll_is_a_criterion_of_task_gaussian(criterion):
     x, y = torch.randn(32, 4), torch.randn(32, 1)
     net = mt.deep_ensemble(nn.Linear(4, 2), 3, task="gaussian", seed=0)
     want = sum(criterion(net.member(i)(x), y) for i in range(3))
@@ -58,12 +79,18 @@ def test_it_is_a_criterion_of_gaussians(criterion):
         net.loss(x, y[:, 0], criterion)
 
 
-def test_beta_lies_between_0_and_1():
+def test_wrong_arguments_are_errors():
     for beta in (-0.1, 1.1, "0.5"):
         with pytest.raises(ValueError, match="beta must be 0 or more and at most 1, got"):
             beta_nll(P, Y, beta)
     with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'batch'"):
         gaussian_nll(P, Y, reduction="batch")
+    for shape in ((), (4,), (4, 3)):
+        with raises(
+            "gaussian predictions need as many raw variances as means, an even number in dim 1, "
+            f"got shape {list(shape)}"
+        ):
+            gaussian_nll(torch.zeros(shape), torch.zeros(4, 1))
 
 
 def test_a_mixture_is_the_mean_of_its_members_densities():
