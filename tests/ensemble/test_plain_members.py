@@ -34,29 +34,79 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(16, 2, 5, 5, generator=generator), torch.randint(3, (16,), generator=generator)
 
 
-def decay_matrices(params: Parameters) -> list[Optimizer]:
-    """AdamW without weight decay for biases and norms."""
-    matrices, rest = ([p for p in params if (p.ndim > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=1e-2)]
+class Shampoo(Optimizer):
+    """Gupta, Koren and Singer, 2018: each matrix's gradient between roots of its rows' and columns' second moments."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.reshape(len(p), -1)
+                state = self.state[p]
+                for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+                    state[side] = state.get(side, 1e-3 * torch.eye(len(product), dtype=product.dtype)) + product
+                update = _root(state["left"]) @ gradient @ _root(state["right"])
+                p.sub_(group["lr"] * update.view_as(p))
 
 
-def muon_and_adam(params: Parameters) -> list[Optimizer]:
-    """Muon for matrices, Adam for the rest."""
-    matrices, rest = ([p for p in params if (p.ndim == 2) == many] for many in (True, False))
-    return [torch.optim.Muon(matrices, 1e-2), torch.optim.Adam(rest, 1e-2)]
+def _root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], list[Optimizer]]] = {
-    "sgd": lambda params: [torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-2)],
-    "adamw": decay_matrices,
-    "muon": muon_and_adam,
-    "adafactor": lambda params: [torch.optim.Adafactor(params, 1e-2)],
+class Lamb(Optimizer):
+    """You et al., 2020: Adam's step, scaled to each tensor's norm."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + 0.1 * p.grad
+                state["v"] = 0.99 * state.get("v", torch.zeros_like(p)) + 0.01 * p.grad.square()
+                mean, square = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.99 ** state["step"])
+                update = mean / (square.sqrt() + 1e-6) + 0.01 * p
+                p.sub_(group["lr"] * p.norm().clamp(1e-3, 10) / update.norm() * update)
+
+
+def decayed(params: Parameters) -> Optimizer:
+    """The usual rule: no weight decay for biases and norms."""
+    params = list(params)
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer | list[Optimizer]]] = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-2),
+    "adamw": decayed,
+    "muon": lambda params: _muon_and_adam(list(params)),
+    "adafactor": lambda params: torch.optim.Adafactor(params, 1e-2),
+    "shampoo": lambda params: Shampoo(params, 0.05),
+    "lamb": lambda params: Lamb(params, 0.02),
 }
 
 
+def _muon_and_adam(params: list[nn.Parameter]) -> list[Optimizer]:
+    """Matrices by Muon, the rest by Adam, as Muon's authors advise."""
+    return [
+        torch.optim.Muon([p for p in params if p.ndim == 2], 1e-2),
+        torch.optim.Adam([p for p in params if p.ndim != 2], 1e-2),
+    ]
+
+
 def trained(parts: list[nn.Module], loss: Callable[[Tensor, Tensor], Tensor], make: Callable[..., Any]) -> None:
-    optimizers = make([p for part in parts for p in part.parameters()])
+    made = make([p for part in parts for p in part.parameters()])
+    optimizers = made if isinstance(made, list) else [made]
     for step in range(10):
         x, y = batch(step)
         for optimizer in optimizers:
@@ -82,15 +132,38 @@ def test_each_member_is_trained_as_it_would_be_alone(name: str, runner: str) -> 
     assert all(value > 1e-4 for value in moved)
 
 
-def frozen_trunk() -> mt.Members:
-    model = network()
-    model[4].requires_grad_(False)
-    return mt.deep_ensemble(model, members=3, init="heads", heads=["7"], seed=0).eval()
+def test_an_optimizer_that_looks_at_all_parameters_at_once_trains_one_member() -> None:
+    net = mt.deep_ensemble(network(), members=2, seed=0).double().train()
+    alone = copy.deepcopy(net.member(1))
+
+    def fitted(member: nn.Module) -> nn.Module:
+        optimizer = torch.optim.LBFGS(member.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        x, y = batch(0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(member(x.double()), y)
+            loss.backward()
+            return loss
+
+        for _ in range(10):
+            optimizer.step(closure)
+        return member
+
+    for index in range(2):
+        fitted(net.member(index))
+    fitted(alone)
+    for key, want in alone.state_dict().items():
+        torch.testing.assert_close(net.member(1).state_dict()[key], want, rtol=1e-6, atol=1e-8)
+    x = batch(1)[0].double()
+    torch.testing.assert_close(net.eval()(x)[1], alone.eval()(x))
 
 
 def test_members_share_a_frozen_backbone_and_save_it_once(tmp_path: Path) -> None:
     model = network()
-    model[:5].requires_grad_(False)
+    for layer in model[:4]:
+        layer.requires_grad_(False)
+    model[4].requires_grad_(False)
     net = mt.deep_ensemble(model, members=4, init="heads", heads=["7"], seed=0)
     sizes = {id(p): p.nbytes for p in net.parameters()}
     backbone = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -113,7 +186,7 @@ def test_shared_parameters_are_not_trained_unless_each_member_has_its_own() -> N
     x, y = batch(0)
     net.loss(x, y).backward()
     net.member(0)[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' was frozen, so all members share it.*unshare"):
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' was frozen, so that all members share it.*unshare"):
         net.loss(x, y)
     net.unshare()
     assert net.member(1)[0].weight is not net.member(0)[0].weight
@@ -121,12 +194,6 @@ def test_shared_parameters_are_not_trained_unless_each_member_has_its_own() -> N
     net.loss(x, y).backward()
     assert net.member(1)[0].weight.grad is not None
     assert not torch.equal(net.member(1)[0].weight.grad, net.member(0)[0].weight.grad)
-    net = frozen_trunk()
-    net.member(1)[4].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'4\.weight' was frozen.*unshare"):  # in evaluation mode too
-        net.loss(x, y)
-    with torch.no_grad():
-        assert net(x).shape == (3, 16, 3)
 
 
 SHARDED = """
@@ -188,13 +255,45 @@ def test_members_are_sharded_layer_by_layer_in_two_processes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("runner", ["packed", "vmapped"])
 def test_a_frozen_parameter_that_one_member_replaces_is_its_own(runner: str) -> None:
-    net = frozen_trunk()
+    model = network().eval()
+    model[4].requires_grad_(False)
+    net = mt.deep_ensemble(model, members=3, init="heads", heads=["7"], seed=0).eval()
     assert net.member(2)[4].weight is net.member(0)[4].weight
     net.runner = runner
     x, _ = batch(0)
     net(x)
     net.member(2)[4].weight = nn.Parameter(torch.rand(8, 150), requires_grad=False)
     torch.testing.assert_close(net(x), torch.stack([net.member(index)(x) for index in range(3)]))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("mixing", (torch.eye(4) * 2).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.sparse.mm(self.mixing, x.T).T)
+
+
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_a_sparse_buffer_is_the_same_in_all_members_or_they_run_one_after_the_other(runner: str) -> None:
+    net = mt.fuse([Sparse() for _ in range(3)]).eval()
+    net.runner = runner
+    x = torch.randn(5, 4)
+
+    def alone() -> Tensor:
+        return torch.stack([net.member(index)(x) for index in range(3)])
+
+    torch.testing.assert_close(net(x), alone())
+    for member in net.network:
+        member.mixing.mul_(3)  # type: ignore[operator]
+    torch.testing.assert_close(net(x), alone())
+    net.member(1).mixing.mul_(3)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="'mixing'.*is not the same in all members"):
+        net(x)
+    net.runner = "auto"
+    torch.testing.assert_close(net(x), alone())
 
 
 @pytest.mark.parametrize("runner", ["packed", "vmapped"])
@@ -229,22 +328,29 @@ class Constants(nn.Module):
         return self.last(self.scaled(self.first(x)).tanh())
 
 
-CHANGES: list[Callable[[Any, int], Any]] = [
-    lambda member, index: setattr(member.first, "bias", nn.Parameter(torch.full((8,), 1.0 + index))),
-    lambda member, index: setattr(member.last, "bias", None),
-    lambda member, index: member.scale.fill_(7.0),
-    lambda member, index: setattr(member.scale, "data", torch.tensor(7.0)),
-    lambda member, index: member.scales.__setitem__(1, 7.0),
-    lambda member, index: setattr(Constants, "scaled", lambda self, x: x / 10),
-]
+def _with_biases(member: Any, index: int) -> None:
+    member.first.bias = nn.Parameter(torch.full((8,), 1.0 + index))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+def _without_bias(member: Any, index: int) -> None:
+    member.last.bias = None
+
+
+def _scaled_tensor(member: Any, index: int) -> None:
+    member.scale.fill_(7.0)
+
+
+def _other_numbers(member: Any, index: int) -> None:
+    member.scale.data = torch.tensor(7.0)
+
+
+def _scaled_array(member: Any, index: int) -> None:
+    member.scales[1] = 7.0
+
+
+@pytest.mark.parametrize("change", [_with_biases, _without_bias, _scaled_tensor, _other_numbers, _scaled_array])
 @pytest.mark.parametrize("runner", ["packed", "vmapped"])
-def test_runners_follow_what_changes_in_members_in_place(
-    runner: str, change: Callable[[Any, int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Constants, "scaled", Constants.scaled)  # restores the method
+def test_runners_follow_what_changes_in_members_in_place(runner: str, change: Callable[[Any, int], None]) -> None:
     net = mt.deep_ensemble(Constants(), members=3, seed=0).eval()
     net.runner = runner
     x = torch.randn(5, 4)
@@ -254,6 +360,22 @@ def test_runners_follow_what_changes_in_members_in_place(
     alone = torch.stack([net.member(index)(x) for index in range(3)])
     assert not torch.allclose(before, alone)
     torch.testing.assert_close(net(x), alone)
+
+
+@pytest.mark.parametrize("runner", ["packed", "vmapped"])
+def test_runners_follow_a_method_of_the_class_that_is_replaced(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = mt.deep_ensemble(Constants(), members=3, seed=0).eval()
+    net.runner = runner
+    x = torch.randn(5, 4)
+    net(x)
+    monkeypatch.setattr(Constants, "scaled", lambda self, x: x / 10)
+    torch.testing.assert_close(net(x), torch.stack([net.member(index)(x) for index in range(3)]))
+
+
+def frozen_trunk() -> mt.Members:
+    model = network()
+    model[4].requires_grad_(False)
+    return mt.deep_ensemble(model, members=3, init="heads", heads=["7"], seed=0).eval()
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -270,6 +392,16 @@ def test_loading_gives_members_their_own_parameters_where_these_differ(assign: b
     again = frozen_trunk()
     again.load_state_dict(frozen_trunk().state_dict(), assign=assign)
     assert again.member(2)[4].weight is again.member(0)[4].weight
+
+
+def test_parameters_that_members_share_are_not_trained_in_evaluation_mode_either() -> None:
+    net = frozen_trunk()
+    net.member(1)[4].requires_grad_(True)
+    x, y = batch(0)
+    with pytest.raises(ValueError, match=r"'4\.weight' was frozen.*unshare"):
+        net.loss(x, y)
+    with torch.no_grad():
+        assert net(x).shape == (3, 16, 3)
 
 
 def test_weights_that_a_network_ties_stay_tied_when_members_get_their_own() -> None:
