@@ -81,7 +81,7 @@ def test_a_laplace_posterior_without_draws_is_deployed_without_draws() -> None:
     deployed = deploy(net, x)
     for options in ({}, {"draws": 0}):
         close(deployed.predict(x[:7], **options).probs, net.predict(x[:7], **options).probs)
-    with pytest.raises(ValueError, match="are not made by approximation 'probit'"):
+    with pytest.raises(ValueError, match="needs approximation='draws', got 'probit'"):
         deployed.predict(x, draws=1)
 
 
