@@ -69,7 +69,7 @@ def stopping(steps: int) -> Iterator[None]:
 
     def stop(self: Any, *given: Any) -> Any:
         if self.state.step == steps:
-            self._look(all_of_them=True)
+            self._read_losses(all_of_them=True)
             self._save()
             raise Stopped
         return step(self, *given)

@@ -258,7 +258,11 @@ ZERO = Of(lambda net, x: x @ net.weight.T, weight=nn.Parameter(torch.zeros(2, 4)
         (CNN.model(), {"members": 0}, "members must be a whole number"),
         (CNN.model(), {"init": "random"}, "init must be one of"),
         (UNUSED, {"from_layer": "head", **ROWS}, "from_layer='head' does not run"),
-        (CNN.model().requires_grad_(False), IMAGES, "layers: 'fc2' must have .* all are frozen"),
+        (
+            CNN.model().requires_grad_(False),
+            IMAGES,
+            "layers must have trainable weights, and those of 'fc2' are frozen",
+        ),
         (
             CNN.model().requires_grad_(False),
             {"from_layer": "fc1", **IMAGES},
@@ -266,7 +270,7 @@ ZERO = Of(lambda net, x: x @ net.weight.T, weight=nn.Parameter(torch.zeros(2, 4)
         ),
         (TWICE, {"from_layer": "head", **ROWS}, "layer 'body' runs both before and after from_layer='head'"),
         (mt.deep_ensemble(nn.Linear(3, 2), 2), {}, "a multitude of members already"),
-        (causal(), {}, "layers: 'lm_head' would be .*, and with it 'weight' of layer"),  # its embedding
+        (causal(), {}, "layers: 'lm_head' would get new weights, and so would 'weight' of layer"),  # its embedding
         (nn.Sequential(nn.Linear(4, 4), ZERO), {}, "no rule resets '1', so all members would stay the same network"),
     ],
 )

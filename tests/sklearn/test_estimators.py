@@ -312,7 +312,7 @@ LABELS = blobs(40)[1]
         ({"batch_size": "big"}, "batch_size must be a whole number, 1 or more, got 'big'"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"validation": 1.5}, "validation must be above 0 and below 1, got 1.5"),
-        ({"folds": 1}, "folds must be a whole number from 2 to the 40 rows, got 1"),
+        ({"folds": 1}, "folds must be a whole number from 2 to the number of rows, 40, got 1"),
         ({"device": "abacus"}, "device must be auto, cpu, cuda or another device name of torch, got 'abacus'"),
         ({"quantiles": (0.9, 0.1)}, "quantiles must be levels in rising order"),
     ],

@@ -154,7 +154,7 @@ def test_an_error_is_one_sentence_that_names_the_value(case: str, folder: Path) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", [["compare", "digits"], ["bench"]], ids=" ".join)
 def test_a_missing_gpu_is_an_error_before_any_work(command: list[str], folder: Path) -> None:
-    assert "no GPU" in sentence(run_cli(*command, "--device", "cuda"))
+    assert "no usable GPU" in sentence(run_cli(*command, "--device", "cuda"))
     assert not list(folder.iterdir())
 
 

@@ -250,7 +250,7 @@ def test_predict_requires_a_finished_job(images: Run, deep: Path, folder: Path) 
     assert "deep-0, drop_connect-0" in error and "the best" in error
     (folder / "packed-0").mkdir()
     shutil.copy(deep / "config.json", folder / "packed-0")
-    assert "not done" in refuses("predict", "packed-0", "packed-0")
+    assert "without results" in refuses("predict", "packed-0", "packed-0")
     assert "'nothing.png' does not exist" in refuses("predict", deep, "nothing.png")
 
 

@@ -313,7 +313,7 @@ def test_a_model_for_another_kind_of_data_is_refused(place: Path, tmp_path: Path
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "images" / "a").mkdir(parents=True)
     image.new("L", (8, 8)).save(tmp_path / "images" / "a" / "1.png")
-    with says("is for texts, but"):
+    with says("tokenizer= does not apply to images"):
         prepare(Spec.of(data=tmp_path / "images", model=f"hf:{place / 'bert'}", methods=["single"]), tmp_path / "run")
     with says("does not accept texts: use a Hugging Face model"):
         own = spec(place, tokenizer=str(place / "bert"))

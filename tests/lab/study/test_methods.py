@@ -264,7 +264,7 @@ def test_defaults_are_plain_values_and_copies() -> None:
     [
         ({"name": "resnet"}, SHAPE, r"model must be one of .*small_cnn.*got 'resnet'"),
         ({"name": "small_cnn", "settings": {"width": 2}}, SHAPE, r"no setting 'width'; its settings are classes, ch"),
-        ({"name": "small_cnn"}, (13,), "'small_cnn' is for images, and the inputs are rows of 13"),
+        ({"name": "small_cnn"}, (13,), "'small_cnn' is for images, but the inputs are rows of 13"),
         ({"name": "small_cnn"}, (1, 8, 9), "needs square images, got 8 x 9"),
         ({"name": "mlp", "setting": {}}, (13,), "no key 'setting'"),
         ({"settings": {}}, (13,), "must have a name"),

@@ -265,7 +265,7 @@ NORMED = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
         (mlp(), {"members": 0}, "members must be a whole number"),
         (mlp(), {"layers": ["fc9"]}, "layers: no layer is named 'fc9'"),
         (mlp(), {"layers": ["4"]}, r"layers=\['4'\] selects only output layers"),
-        (mlp().requires_grad_(False), {}, "heads: '4' must have .* all are frozen"),
+        (mlp().requires_grad_(False), {}, "heads must have trainable weights, and those of '4' are frozen"),
         (NORMED, {"example": torch.randn(4, 6)}, "has no linear layer or convolution besides .* only .*Batch"),
         (tied(), {"layers": ["1"], "heads": []}, "share a weight"),
         (QUANTIZED, {"layers": ["0"], "heads": ["2"]}, "layer '0' is a Quantized, which this method cannot convert"),
