@@ -1,4 +1,4 @@
-# A trained network behind HTTP: the arguments are those of `multitudes serve`, such as /run/jobs/packed-0.
+# Serve a trained network over HTTP. Arguments go to `multitudes serve`, for example /run/jobs/packed-0.
 FROM python:3.12-slim
 WORKDIR /multitudes
 COPY pyproject.toml constraints.txt README.md LICENSE ./

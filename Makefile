@@ -1,4 +1,4 @@
-# Everything hangs on this file. `make` alone lists what it can do.
+# All development tasks. `make` lists the targets.
 
 PYTHON  ?= python3
 WORKERS ?= 2
@@ -7,12 +7,12 @@ BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-# Some virtual machines announce AMX and die of an illegal instruction when oneDNN uses it for bfloat16 on the CPU. This
-# keeps oneDNN to what comes before AMX, unless the caller has chosen something else.
+# Some virtual machines report AMX, but crash with an illegal instruction when oneDNN uses it for bfloat16. Limit oneDNN
+# to the instruction set before AMX, unless the caller sets another one.
 ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export ONEDNN_MAX_CPU_ISA
 
-# One torch thread per worker, so that the workers do not compete for the cores.
+# One torch thread per worker, so that workers do not compete for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
@@ -23,7 +23,7 @@ help: ## list the targets
 
 env: $(STAMP) ## create .venv with the package and its tools, at the tested versions
 
-# The stamp comes last, so that an install that was cut short is taken up again.
+# Touch the stamp last, so that `make` repeats an interrupted install.
 $(STAMP): pyproject.toml constraints.txt tests/judges.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e ".[dev]"

@@ -1,12 +1,12 @@
-"""What heads and adapters on one trunk cost: time beside a single network, and memory of training.
+"""Costs of heads and adapters on one trunk: time relative to a single network, and memory of training.
 
     python benchmarks/adapters.py                                      # times on this machine's CPU
     python benchmarks/adapters.py --device cuda --batch 256 --calls 5
     python benchmarks/adapters.py --memory                             # of adapters on a BERT-base, on a CPU
 
-Times are medians over turns of all rows in one process, in multiples of the single network's. Memory is counted in
-tensors: parameters, gradients, two moments of Adam, and what a step keeps for the gradient, each storage once. One
-member's training is that of one adapter alone.
+All rows of a table run in one process and take turns. Times are medians over the turns, in multiples of the single
+network's. Memory is that of parameters, gradients, Adam's two moments and tensors saved for the backward pass; each
+storage counts once. `members=1` trains one adapter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTH = 64
 
 
 def bert(**sizes: int) -> nn.Module:
-    """A classifier of 10 classes, without dropout, which is not what is measured; by default a quarter of BERT-base."""
+    """Build a BERT classifier of 10 classes without dropout; by default much smaller than BERT-base."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024} | sizes
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=10, **sizes, **still))
@@ -54,7 +54,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 
 
 def rows_of(network: str, model: nn.Module) -> dict[str, mt.Multitude]:
-    """The rows of the table."""
+    """Return the networks of the table, by row name."""
     last = "fc" if network == "resnet18" else "classifier"
     rows = {
         "single": mt.Multitude(model),
@@ -96,7 +96,7 @@ def times(args: argparse.Namespace) -> None:
             )
             taken = []
             for training in (False, True):
-                if training and batch == 1:  # batch norms need two rows
+                if training and batch == 1:  # batch norm needs two rows
                     continue
                 functions = {row: partial(step, net, x, y, training) for row, net in nets.items()}
                 taken.append(medians(functions, args.device == "cuda", args.repeats, args.calls))
@@ -109,9 +109,9 @@ def times(args: argparse.Namespace) -> None:
 
 
 def mebibytes(net: mt.Multitude, x: Any, y: Tensor) -> tuple[float, float]:
-    """Of parameters, gradients and moments; and of what a step keeps for the gradient beside these."""
+    """Return the MiB of parameters, gradients and moments, and of other tensors saved for the backward pass."""
     net.train()
-    net(x)  # which finds out how members run
+    net(x)  # selects the runner
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in [*net.parameters(), *net.buffers()]}
     kept: dict[int, int] = {}
 

@@ -1,11 +1,11 @@
-"""What an ensemble of transformers costs: inference and training of each runner, in multiples of the single network's.
+"""Costs of an ensemble of transformers: inference and training of each runner, in multiples of the single network's.
 
     python benchmarks/attention.py --batch 4 --repeats 3                       # this machine's CPU, float32
     python benchmarks/attention.py --device cuda --batch 512 --calls 10        # bfloat16 weights
     python benchmarks/attention.py --device cuda --batch 512 --calls 10 --compile
 
-The networks are ViT-S/4 for 32 x 32 images: the library's own, and the one of Hugging Face's transformers. Training is
-forward, loss, backward and a step of AdamW. As in speed.py, all rows of a table are measured in one process, in turns.
+The networks are ViT-S/4 for 32 x 32 images, of this library and of Hugging Face's transformers. A training step is
+forward, loss, backward and AdamW. As in `speed.py`, all rows of a table run in one process and take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METHODS: dict[str, Callable[[nn.Module], mt.Members]] = {
 
 
 def networks(model: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
-    """The rows of the table."""
+    """Return the networks of the table, by row name."""
     rows = {"single": model}
     for name in args.methods:
         for runner in args.runners:
@@ -55,7 +55,7 @@ def networks(model: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]
 
 
 class Case:
-    """One row: a network ready for inference and for training steps."""
+    """A row of the table: a network for inference and training steps."""
 
     def __init__(self, net: nn.Module, args: argparse.Namespace, x: torch.Tensor, y: torch.Tensor) -> None:
         self.net = net.to(args.device)
@@ -75,13 +75,13 @@ class Case:
         return answer if isinstance(answer, torch.Tensor) else answer.logits
 
     def _loss(self) -> torch.Tensor:
-        """The sum of the members' losses."""
+        """Return the sum of the members' losses."""
         rows = self._predictions().flatten(0, -2).float()
         members = len(rows) // len(self.y)
         return F.cross_entropy(rows, self.y.repeat(members)) * members
 
     def _prove(self) -> None:
-        """A compiled runner cannot be compared with the loop; `fit` does it before, and so does this."""
+        """Verify the runner before compiling, as `fit` does; a compiled runner cannot be compared with the loop."""
         for training in (False, True):
             with torch.no_grad(), self.precision():
                 self.net.train(training)._prepare(self.x)

@@ -1,10 +1,10 @@
-"""What a deployed network costs: eager, compiled and by `mt.deploy`, in multiples of the single network run eagerly.
+"""Costs of eager, compiled and deployed networks, in multiples of the eager single network.
 
     python benchmarks/deploy.py                                        # this machine's CPU, float32
     python benchmarks/deploy.py --device cuda --calls 10               # bfloat16, channels-last
     python benchmarks/deploy.py --device cuda --models resnet50 --batches 512 --compile single packed
 
-All rows of a table are measured in one process, in turns, and each number is a median over the turns.
+All rows of a table run in one process and take turns. Each number is a median over the turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METHODS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
 
 
 def trained(net: nn.Module) -> nn.Module:
-    """A network whose norms do something, as after training."""
+    """Give batch norms nontrivial statistics, as after training."""
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.normal_(0, 0.1)
@@ -45,7 +45,7 @@ def trained(net: nn.Module) -> nn.Module:
 
 
 def ways(net: nn.Module, x: torch.Tensor, name: str, args: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """A network as a call of each kind, by name."""
+    """Return calls of the eager, compiled and deployed network, by name."""
     cuda = args.device == "cuda"
     net = net.to(args.device)
     start = time.perf_counter()
@@ -64,7 +64,7 @@ def ways(net: nn.Module, x: torch.Tensor, name: str, args: argparse.Namespace) -
 
     found: dict[str, Callable[[], object]] = {f"{name}, eager": eager}
     if name in args.compile:
-        eager()  # what is to be found out about the network is found out before it is compiled
+        eager()  # trace and verify before compiling
         compiled = torch.compile(net)
 
         def run() -> object:

@@ -1,13 +1,13 @@
-"""What draws cost: how much of a network is shared between them, and how many an input needs.
+"""Costs of draws: the part of a network that they share, and the number of draws that an input needs.
 
     python benchmarks/draws.py                      # this machine's CPU
     python benchmarks/draws.py --device cuda --batch 256
     python benchmarks/draws.py --device cuda --batch 256 --only sharing --precision bfloat16
 
-`sharing` draws a ResNet-18 with dropout in several places, in multiples of one forward of the plain network, beside a
-loop over the draws and beside what `mt.deploy` makes of them, in a precision of its own. `adaptive` trains a digits
-classifier with MC dropout and counts the draws that inputs need until the standard error of their mean probabilities is
-below a tolerance: one count for all, or each input its own.
+`sharing` times draws of a ResNet-18 with random layers in several places, a loop over the draws, and deployed draws
+(in `--precision`), in multiples of one forward of the plain network. `adaptive` trains a digits classifier with MC
+dropout. It counts the draws until the standard error of the mean probabilities is below a tolerance, with one count for
+all inputs or one per input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLACES: dict[str, Callable[[nn.Module], mt.Multitude]] = {
 
 @torch.no_grad()
 def sharing(args: argparse.Namespace) -> None:
-    """The price of many draws of a ResNet-18, in multiples of one forward of the plain network."""
+    """Time many draws of a ResNet-18, in multiples of one forward of the plain network."""
     model = mt.models.resnet18().eval()
     x = torch.randn(args.batch, 3, 32, 32, device=args.device)
     functions: dict[str, Callable[[], object]] = {"one forward": lambda: model.to(args.device)(x)}
@@ -56,7 +56,7 @@ def sharing(args: argparse.Namespace) -> None:
 
 
 def digits_classifier() -> tuple[mt.Multitude, Tensor]:
-    """A small network with MC dropout, trained on half of scikit-learn's digits; the other half's images."""
+    """Train a small network with MC dropout on half of scikit-learn's digits; also return the other half's images."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -79,13 +79,13 @@ def digits_classifier() -> tuple[mt.Multitude, Tensor]:
 
 
 def fixed_count(net: mt.Multitude, images: Tensor, tolerance: float) -> int:
-    """The least number of draws that brings every input's standard error below the tolerance."""
+    """Return the smallest number of draws that brings every input's standard error below the tolerance."""
     probs = net.predict(images, draws=4000, seed=1).member_probs
     return int((probs.var(0).amax(1) / tolerance**2).ceil().max())
 
 
 def adaptive(args: argparse.Namespace) -> None:
-    """How many draws inputs need, all alike or each its own."""
+    """Count the draws that inputs need, with one count for all inputs or one per input."""
     torch.manual_seed(0)
     net, images = digits_classifier()
     print(f"{'tolerance':>10}{'fixed count':>13}{'adaptive, mean':>16}{'share':>8}")

@@ -1,11 +1,11 @@
-"""The table of docs/networks.md: which methods take which networks, found by running them.
+"""The table of docs/networks.md: the networks that each method takes, determined by running them.
 
-    python -m benchmarks.families                                    # all of it, written into docs/networks.md
-    python -m benchmarks.families --only BERT                        # one row of it
-    python -m benchmarks.families --only BERT --method packed        # one of them, with the whole reason
+    python -m benchmarks.families                                    # all rows; updates docs/networks.md
+    python -m benchmarks.families --only BERT                        # one row; updates docs/networks.md
+    python -m benchmarks.families --only BERT --method packed        # one cell, with the full reason
 
-"ok" is the verdict of `tests/campaigns/random_judge.py`: predictions, gradients, buffers and draws are those of the
-members run one by one. Anything else is the reason why the method refuses, in three words.
+"ok" is a verdict of `tests/campaigns/random_judge.py`: predictions, gradients, buffers and draws equal those of the
+members run one by one. Otherwise a cell gives the reason for a refusal in a few words.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COLUMNS = {
     "fuse, vmapped": ("fuse", "vmapped"),
     **{method: (method, runner) for method, runner in ROWS if method != "fuse" and runner in ("", "loop")},
 }
-"""The table's columns: every method; where members are independent, run by the loop, and fused ones by all runners."""
+"""Columns of the table: method and runner. Independent members run in the loop, those of `fuse` by each runner."""
 
 SENTENCE = re.compile(r"^\w+: | \[\w+\.py:\d+\]$")
-"""What the judge puts around a sentence: the exception's name and where it was raised."""
+"""The judge's additions to an error message: the exception's name, and the line that raised it."""
 
 REASONS = {
     r"share a weight|which shares them": "weights are tied",
@@ -67,11 +67,11 @@ REASONS = {
     r"same network before and after|stay the same network": "members stay alike",
     r"": "for another reason",
 }
-"""The three words for a refusal, by what its sentence holds, the first that is found."""
+"""Short reasons for a refusal, by a pattern in its message; the first match counts."""
 
 
 def verdicts(name: str, methods: tuple[str, ...]) -> dict[str, Verdict]:
-    """What becomes of one family in every column."""
+    """Return the verdict on one family for each column."""
     torch.set_num_threads(1)
     make = partial(family, name)
     rows = {column: row for column, row in COLUMNS.items() if row[0] in methods}
@@ -96,14 +96,14 @@ def row(name: str, found: dict[str, Verdict]) -> str:
 
 
 def with_row(text: str, name: str, found: dict[str, Verdict]) -> str:
-    """The page with one family's row put anew."""
+    """Return the page with one family's row replaced."""
     start = f"| {FAMILIES[name]} | {name} |"
     lines = text.split("\n")
     return "\n".join(row(name, found) if line.startswith(start) else line for line in lines)
 
 
 def reasons(found: dict[str, dict[str, Verdict]]) -> Iterator[str]:
-    """A whole sentence for each of the three words, the first that was met."""
+    """Yield one full message per short reason, the first that occurs."""
     first: dict[str, str] = {}
     for of_all in found.values():
         for verdict in of_all.values():

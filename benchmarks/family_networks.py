@@ -1,4 +1,4 @@
-"""Networks of every family, small: Hugging Face's from tiny configurations, and plain ones of torch."""
+"""Small networks of every family: Hugging Face models with tiny configurations, and plain torch networks."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ HUGGING_FACE: dict[str, dict[str, tuple[str, str, Settings]]] = {
 
 
 SOURCES = ("attention", "other layers")
-"""What drops, as configurations tell it."""
+"""Sources of dropout that configurations name."""
 
 
 def hugging_face(kind: str, head: str, settings: Settings, rates: dict[str, float]) -> nn.Module:
-    """A model of Hugging Face's, its dropout at these rates."""
+    """Build a Hugging Face model with these dropout rates."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(num_labels=CLASSES, **settings)
@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder of torch's, batch-first or sequence-first."""
+    """A torch encoder, batch-first or sequence-first."""
 
     def __init__(self, first: bool, rate: float) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class GraphNetwork(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture of experts, each row by its best one."""
+    """A mixture of experts; the best expert computes each row."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -270,13 +270,13 @@ PLAIN: dict[str, tuple[Callable[[float], nn.Module], Callable[[], Any]]] = {
 }
 
 FAMILIES = {**{name: "plain" for name in PLAIN}, **{n: group for group, of in HUGGING_FACE.items() for n in of}}
-"""Every family by name, and its group."""
+"""The group of each family, by name."""
 
 
 def family(name: str, noise: Sequence[int] | None = None, weights: int = 0) -> Case:
-    """A small network of a family, with all its dropout, some of its sources or none; other `weights` are drawn anew.
+    """Build a small network of a family. `noise` selects its sources of dropout; by default all. `weights` is a seed.
 
-    Sources that are left out have a rate that never drops anything, or 0 where all are left out.
+    Other sources have a tiny rate that never drops anything, or rate 0 if `noise` is empty.
     """
     group, number = FAMILIES[name], list(FAMILIES).index(name)
     sources = _sources(name)
@@ -301,7 +301,7 @@ def _built(name: str, rates: dict[str, float], weights: int) -> nn.Module:
 
 @cache
 def _sources(name: str) -> tuple[str, ...]:
-    """The sources of noise that a family has: those with which two runs in training mode differ."""
+    """Return the sources of dropout that a family has: those with which two runs in training mode differ."""
     with in_double(0):
         x = PLAIN[name][1]() if FAMILIES[name] == "plain" else inputs_of(FAMILIES[name], name)
         found = []

@@ -1,10 +1,10 @@
-"""How many of the package's functions and files one warm call runs: a measure of how hard it is to follow.
+"""Number of the package's functions and files in one warm call: a measure of how hard it is to follow.
 
     python -m benchmarks.hops  # from the root of the repository
 
-Evaluation is `net(x)` without gradients, a training step `net.loss(x, y).backward()`. Both have been called before, so
-that nothing is traced, compared or cached in the call that is counted. Lambdas and comprehensions belong to the
-function around them, and count as levels of depth alone.
+Evaluation is `net(x)` without gradients, a training step `net.loss(x, y).backward()`. Each runs twice before it is
+counted, so that the counted call does not trace, verify or fill caches. Lambdas and comprehensions belong to the
+function around them, and only add to the depth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGE = str(Path(mt.__file__).parent)
 
 
 class Limit(NamedTuple):
-    """The most functions, and files, that one call is to run."""
+    """Maximum number of functions and files in one call."""
 
     functions: int
     files: int
@@ -40,12 +40,12 @@ EVALUATION = {
     "masksembles": Limit(40, 12),
     "mc_dropout": Limit(30, 10),
 }
-"""The limits of each method in evaluation; those of a training step are the same for all."""
+"""Limits of each method in evaluation; `TRAINING` is the limit of all methods."""
 
 
 @dataclass
 class Hops:
-    """The functions that a call runs, by file and name."""
+    """Functions that a call runs, as (file, name)."""
 
     functions: set[tuple[str, str]] = field(default_factory=set)
     calls: int = 0
@@ -60,7 +60,7 @@ class Hops:
 
 
 def hops(call: Callable[[], Any], package: str = PACKAGE) -> Hops:
-    """Count what the third of three calls runs of a package, by its folder.
+    """Call three times, and count the functions in the folder `package` that the third call runs.
 
     >>> from multitudes.networks.calls import call
     >>> found = hops(lambda: call(nn.Linear(3, 2), torch.zeros(1, 3)))
@@ -92,7 +92,7 @@ def hops(call: Callable[[], Any], package: str = PACKAGE) -> Hops:
 
 
 def network() -> nn.Module:
-    """A small convolutional network."""
+    """Build a small convolutional network."""
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
         nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
@@ -101,7 +101,7 @@ def network() -> nn.Module:
 
 
 def multitudes() -> Iterator[tuple[str, mt.Multitude]]:
-    """The methods' networks, by name."""
+    """Yield each method's name and network."""
     yield "packed", mt.packed(network(), members=4, alpha=2)
     yield "deep_ensemble", mt.deep_ensemble(network(), members=4)
     yield "batch_ensemble", mt.batch_ensemble(network(), members=4)
@@ -110,7 +110,7 @@ def multitudes() -> Iterator[tuple[str, mt.Multitude]]:
 
 
 def of_method(net: mt.Multitude, x: torch.Tensor, y: torch.Tensor) -> tuple[Hops, Hops]:
-    """What evaluation and a training step run."""
+    """Count the functions of evaluation and of a training step."""
     net.eval()
     with torch.no_grad():
         evaluation = hops(lambda: net(x))
@@ -119,7 +119,7 @@ def of_method(net: mt.Multitude, x: torch.Tensor, y: torch.Tensor) -> tuple[Hops
 
 
 def table() -> Iterator[str]:
-    """The counts with their limits, in Markdown."""
+    """Yield a Markdown table of counts and limits."""
     x, y = torch.randn(64, 3, 16, 16), torch.randint(0, 10, (64,))
     yield "| method | call | functions | limit | files | limit | calls | depth | |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---|"
@@ -135,7 +135,7 @@ def table() -> Iterator[str]:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of initial weights, which this is not about
+    warnings.simplefilter("ignore")  # about initial weights
     print("\n".join(table()))
 
 

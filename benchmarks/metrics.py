@@ -1,12 +1,12 @@
-"""What it takes to measure: predictions stream through every classification metric at once; memory, time and state.
+"""Memory, time and state of all classification metrics at once, on a stream of predictions.
 
     python benchmarks/metrics.py                                       # a quick try
-    python benchmarks/metrics.py --rows 1000000 --classes 1000         # as many as ImageNet has, twenty times over
+    python benchmarks/metrics.py --rows 1000000 --classes 1000         # twenty times ImageNet's validation set
     python benchmarks/metrics.py --rows 1000000 --classes 1000 --members 2
 
-Logits are drawn batch by batch and never held; the rows of a batch are read once, and shared by all metrics. Memory
-is the peak of the whole process above what it took with one batch in its hands, before there was a metric. Time is
-that of reading and of the metrics; drawing does not count.
+Logits are generated batch by batch and not kept. All metrics share the rows of a batch, which are read once. Memory is
+the peak of the process minus its memory with one batch and no metric. Time includes reading and the metrics, but not
+generating logits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multitudes.metrics import Rows, read_rows
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Predictive, Tensor]]:
-    """Logits `[S, B, C]` that favour the true class, and the true classes."""
+    """Yield logits `[S, B, C]` that favor the true class, and the true classes."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, args.rows, args.batch):
         size = min(args.batch, args.rows - start)
@@ -38,7 +38,7 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[Predictive, Tensor]]:
 
 
 def given(function: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """Of the known arguments those that a function requires; it is an error if it requires another."""
+    """Return the known arguments that a function requires. Raise TypeError if it requires others."""
     required = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
@@ -51,12 +51,12 @@ def given(function: Any, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def update(metric: Metric, rows: Rows) -> None:
-    # Every other row stands for one from outside, where a metric asks.
+    # For metrics that need out-of-distribution rows, every other row is one.
     metric.update(**given(type(metric).update, {"prediction": rows, "outside": rows.target % 2 == 1}))
 
 
 def classification(args: argparse.Namespace, rows: Rows) -> tuple[dict[str, Metric], dict[str, str]]:
-    """The metrics that can be built, and updated with rows; and why the others cannot."""
+    """Return the metrics that can be built and updated with rows, and for the others the reason why not."""
     found: dict[str, Metric] = {}
     skipped: dict[str, str] = {}
     for name in metrics.__all__:
@@ -75,7 +75,7 @@ def classification(args: argparse.Namespace, rows: Rows) -> tuple[dict[str, Metr
 
 
 def memory(field: str) -> float:
-    """A field of /proc/self/status in MB: `VmRSS`, the memory in use, or `VmHWM`, its peak."""
+    """Return a field of /proc/self/status in MB: `VmRSS` (memory in use) or `VmHWM` (its peak)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -83,7 +83,7 @@ def memory(field: str) -> float:
 
 
 def state_size(metric: Metric) -> float:
-    """How many MB a metric keeps."""
+    """Return the size of a metric's state in MB."""
     tensors: list[Tensor] = []
     for state in metric.metric_state.values():
         tensors += state if isinstance(state, list) else [state]
@@ -102,7 +102,7 @@ def main() -> None:
 
     predictive, target = next(batches(args))
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     found, skipped = classification(args, read_rows(predictive[:8], target[:8]))
     seconds = dict.fromkeys(["reading", *found], 0.0)
     del predictive, target
@@ -117,7 +117,7 @@ def main() -> None:
         rows = timed("reading", read_rows, predictive, target)
         for name, metric in found.items():
             timed(name, update, metric, rows)
-        del predictive, target, rows  # or the next batch would be drawn beside it
+        del predictive, target, rows  # else the next batch would add to this one's memory
     sizes = {name: state_size(metric) for name, metric in found.items()}
     results = {name: timed(name, metric.compute) for name, metric in found.items()}
     peak = memory("VmHWM")

@@ -1,4 +1,4 @@
-"""docs/networks.md: the parts of it that are generated, each between its marks."""
+"""Generated parts of docs/networks.md, each between two markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _marks(part: str) -> tuple[str, str]:
 
 
 def written(text: str, part: str, lines: Iterable[str]) -> str:
-    """A page with one of its generated parts put anew."""
+    """Return a page with one generated part replaced."""
     begin, end = _marks(part)
     before, found, rest = text.partition(begin)
     if not found or end not in rest:
@@ -22,7 +22,7 @@ def written(text: str, part: str, lines: Iterable[str]) -> str:
 
 
 def table_in(text: str, part: str) -> list[list[str]]:
-    """The cells of a generated table, its head first."""
+    """Return the cells of a generated table, header first."""
     begin, end = _marks(part)
     lines = text.partition(begin)[2].partition(end)[0].splitlines()
     rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]

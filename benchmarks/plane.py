@@ -1,13 +1,13 @@
-"""What a loss plane costs: points measured several at a time, against a loop that loads weights point by point.
+"""Costs of a loss plane, which evaluates several points at a time, and of a loop over the points.
 
     python benchmarks/plane.py                 # SmallCNN on 512 images, 25 x 25 points, two threads
     python benchmarks/plane.py --size 8 --channels 1
     python benchmarks/plane.py --device cuda
 
-The loop is what one writes by hand: for each point, load its weights, then go through the data in batches without
-gradients, adding up loss, right labels and labels that agree with three solutions. It runs with batches of 128, with
-all images at once, and with channels last, which a user may think of. All take turns; the loops on a share of the
-points, from which the whole plane's time is computed.
+The loop is what one writes by hand: for each point, it loads the weights and iterates over the data without gradients,
+summing loss, right labels and labels that agree with three solutions. It runs with batches of 128, with all images at
+once, and in channels-last. All versions take turns. Loops run on some of the points, and their time is extrapolated to
+the whole plane.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multitudes.training.recorder import unflattened
 
 @torch.no_grad()
 def by_hand(network: nn.Module, found: Plane, x: Tensor, y: Tensor, batch: int, count: int) -> Tensor:
-    """The losses of the first `count` points, one after the other."""
+    """Return the losses of the first `count` points, computed one by one."""
     network = copy.deepcopy(network).eval()
     grid = torch.cartesian_prod(*found.axes)
     labels = torch.stack([network(x).argmax(1)] * 3)
@@ -57,10 +57,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    clock = time.process_time if args.threads == 1 else time.perf_counter  # the former minds no other process
+    clock = time.process_time if args.threads == 1 else time.perf_counter  # process time ignores other processes
     torch.manual_seed(0)
     device = torch.device(args.device)
-    torch.backends.cudnn.allow_tf32 = False  # whose rounding is larger than what the ways may differ by
+    torch.backends.cudnn.allow_tf32 = False  # its rounding is larger than the tolerance below
     networks = [mt.models.small_cnn(channels=args.channels, size=args.size).to(device).eval() for _ in range(3)]
     x = torch.randn(args.images, args.channels, args.size, args.size, device=device)
     y = torch.randint(10, (args.images,), device=device)

@@ -1,11 +1,11 @@
-"""Random networks through every method and runner, judged by a loop of the judge's own: how many are right?
+"""Verdicts on random networks under every method and runner, by a judge with its own loop.
 
     python -m benchmarks.random_networks --count 1000 --seed 0 [--jobs 2] [--write]  # from the root of the repository
-    python -m benchmarks.random_networks --only 123 --method packed                  # one of them again, with reasons
+    python -m benchmarks.random_networks --only 123 --method packed                  # one network again, with reasons
 
-A network is known by its number; seed S means the numbers from S on. Each is *right* under a method and a runner,
-*refused* for a reason, *crashed*, or silently *wrong* (`tests/campaigns/random_judge.py`). The last two must be 0. The
-first thousand networks have a floor: how many must be right under each method (`tests/campaigns/random_floor.py`).
+Each network has a number; seed S means the numbers from S on. Under a method and a runner it is *right*, *refused* for
+a reason, *crashed*, or silently *wrong* (`tests/campaigns/random_judge.py`). The last two must be 0. For the first
+thousand networks, each method has a minimum of right ones (`tests/campaigns/random_floor.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Verdicts = dict[tuple[str, str], Verdict]
 
 
 def verdicts(number: int, methods: tuple[str, ...]) -> Verdicts:
-    """What becomes of one network under every method and runner."""
+    """Return the verdict on one network for each method and runner."""
     torch.set_num_threads(1)
     return {(method, runner): verdict(number, method, runner) for method, runner in ROWS if method in methods}
 
@@ -44,7 +44,7 @@ def through_all(numbers: list[int], methods: tuple[str, ...], jobs: int) -> Iter
 
 
 def table(counts: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
-    """Counts by method and runner, in Markdown."""
+    """Yield a Markdown table of counts by method and runner."""
     yield f"| method | runner | {' | '.join(KINDS)} |"
     yield f"|---|---|{'---:|' * len(KINDS)}"
     for (method, runner), counter in counts.items():
@@ -54,7 +54,7 @@ def table(counts: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
 
 
 def too_few(numbers: list[int], counts: dict[tuple[str, str], Counter[str]]) -> list[str]:
-    """What falls below the floor, which is for the whole campaign alone."""
+    """Return the rows below the floor; only the whole campaign has one."""
     if numbers != list(CAMPAIGN):
         return []
     right = {row: counter["right"] for row, counter in counts.items()}

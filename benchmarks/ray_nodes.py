@@ -1,4 +1,4 @@
-"""How busy two Ray nodes of one core each are with a study of many small jobs, on this machine.
+"""Utilization of two local Ray nodes of one core each in a study of many small jobs.
 
 python -m benchmarks.ray_nodes 200
 """
@@ -17,7 +17,7 @@ from tests.lab.study.study_cases import nodes, write_table
 
 
 def main(count: int) -> None:
-    """Run so many jobs, and print the share of the nodes' time in which a job was running."""
+    """Run `count` jobs, and print the share of the nodes' time in which a job was running."""
     with tempfile.TemporaryDirectory() as folder:
         table = write_table(Path(folder))
         spec = Spec.of(data=table, target="y", methods=["single"], seeds=count, epochs=20)

@@ -1,10 +1,10 @@
-"""Requests a second of `multitudes serve`, at 1, 8 and 32 clients that each wait for their answer.
+"""Requests per second of `multitudes serve`, with 1, 8 and 32 clients that each wait for a response.
 
     python benchmarks/serve.py
     python benchmarks/serve.py --job runs/digits/jobs/packed-0 --seconds 10
 
-Without a job, a packed ensemble is trained on the digits first, for a few seconds. Server and clients run on this
-machine, in two processes, over the loopback. Each client sends test inputs of the job, one a request.
+Without `--job`, the script first trains a packed ensemble on the digits for a few seconds. Server and clients are two
+processes on this machine, and use the loopback interface. Each client sends test inputs of the job, one per request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         bodies = [request(each) for each in inputs(job)]
         server, port = started(job, given.device)
         try:
-            asyncio.run(load(port, bodies, 8, 1.0))  # so that the first number has no warming up in it
+            asyncio.run(load(port, bodies, 8, 1.0))  # warm up
             print(f"{'clients':>8}{'requests/s':>12}{'median ms':>12}{'99 % ms':>12}{'rows/batch':>12}")
             for clients in given.clients:
                 before = batches(port)
@@ -66,7 +66,7 @@ def trained(out: Path, device: str) -> Path:
 
 
 def inputs(job: Path) -> list[tuple[str, bytes]]:
-    """Content type and body of requests, from test inputs of the job."""
+    """Return content types and bodies of requests, from test inputs of the job."""
     found = Trained.read(job, "cpu")
     some = examples(found.data, held_out(found))
     bodies = []
@@ -97,7 +97,7 @@ def started(job: Path, device: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def batches(port: int) -> tuple[float, float]:
-    """Rows and batches so far."""
+    """Return the numbers of rows and batches so far."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     rows, count = (re.search(rf"multitudes_batch_rows_{name} (\S+)", text) for name in ("sum", "count"))
@@ -106,7 +106,7 @@ def batches(port: int) -> tuple[float, float]:
 
 
 async def load(port: int, bodies: list[bytes], clients: int, seconds: float) -> list[float]:
-    """The time of each request of so many clients."""
+    """Return the seconds of each request of all clients."""
     until = time.perf_counter() + seconds
     found = await asyncio.gather(*(client(port, bodies, number, until) for number in range(clients)))
     return [each for times in found for each in times]

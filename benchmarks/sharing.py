@@ -1,10 +1,11 @@
-"""Ways for members to share a layer: changing activations, changing weights, leaving channels out.
+"""Costs of three ways to share a layer between members: change activations, change weights, leave out channels.
 
     python benchmarks/sharing.py                                                  # this machine's CPU, batch 32
     python benchmarks/sharing.py --device cuda --batch 512 --calls 5 [--compile]  # bf16 autocast, channels-last
 
-What a training step takes, and its memory: what is kept for the gradient on a CPU, the peak above what there was before
-on a GPU. The library changes weights on a CPU, where they are smaller than activations, and activations on a GPU.
+The table has the time and memory of a training step. Memory is that of tensors saved for the backward pass on a CPU,
+and the increase of the peak on a GPU. The library changes activations on a GPU. On a CPU it changes weights if they are
+smaller than activations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from multitudes.surgery.member_affine import AffineMemberLayer
 
 
 def changing(weights: bool, net: nn.Module) -> nn.Module:
-    """A network whose layers change weights wherever the library does on a CPU, or activations everywhere."""
+    """Change weights as the library does on a CPU; without `weights`, change activations everywhere."""
     for layer in net.modules():
         if isinstance(layer, MemberLayer) and not weights:
             layer._changes_weight = _never
@@ -35,7 +36,7 @@ def _never(x: Tensor, weight: Tensor) -> bool:
 
 
 def with_zeros(net: nn.Module) -> nn.Module:
-    """Masksembles whose members have zeros for the weights of channels that they do not see."""
+    """Let members of a Masksembles have zero weights for masked channels, instead of leaving these out."""
     for layer in net.modules():
         if isinstance(layer, Masked):
             layer.run_member = partial(AffineMemberLayer.run_member, layer)
@@ -43,7 +44,7 @@ def with_zeros(net: nn.Module) -> nn.Module:
 
 
 def ways(model: Callable[[], nn.Module]) -> dict[str, nn.Module]:
-    """The rows of the table."""
+    """Return the networks of the table, by row name."""
     return {
         "single": mt.Multitude(model()),
         "BatchEnsemble, activations": changing(False, mt.batch_ensemble(model(), 4)),
@@ -55,7 +56,7 @@ def ways(model: Callable[[], nn.Module]) -> dict[str, nn.Module]:
 
 
 def mebibytes(case: Case) -> float:
-    """The memory of a training step."""
+    """Return the memory of a training step in MiB."""
     if case.cuda:
         case.training()
         torch.cuda.reset_peak_memory_stats()

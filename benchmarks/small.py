@@ -1,12 +1,12 @@
-"""Small members on a CPU: the time of each runner in evaluation, or of a training step, in multiples of the loop's.
+"""Costs of small members on a CPU: each runner in evaluation, or in training steps, in multiples of the loop's time.
 
     python benchmarks/small.py
     python benchmarks/small.py --train
     python benchmarks/small.py --networks "demo CNN, 4" "MLP 64, 4"
 
-All runners of a row are measured in one process, in turns, and each number is a median over the turns. With one thread,
-the default, it is the process's own time, which other work on the machine does not move. `M operations`
-are the multiply-adds of one member for the batch, in millions; those of a layer, in the mean, decide what `auto` takes.
+All runners of a row run in one process and take turns. Each number is a median over the turns. With one thread, the
+default, times are process times, on which other work has little influence. `M operations` are one member's
+multiply-adds for the batch, in millions, and `a layer` their mean per layer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ IMAGE, DIGIT, ROW = (3, 32, 32), (1, 8, 8), (16,)
 
 
 def perceptron(width: int, hidden: int = 2) -> nn.Module:
-    """A perceptron for rows of 16 numbers."""
+    """Build a perceptron for rows of 16 numbers."""
     widths = [16] + [width] * hidden
     layers = [part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 3))
 
 
 def pointwise(width: int = 16, depth: int = 8) -> nn.Module:
-    """Convolutions of one pixel, which packed members are slow with."""
+    """Build a network of 1x1 convolutions, which are slow packed."""
     blocks = [
         nn.Sequential(nn.Conv2d(width if i else 3, width, 1), nn.BatchNorm2d(width), nn.ReLU()) for i in range(depth)
     ]
@@ -77,7 +77,7 @@ NETWORKS: dict[str, tuple[Callable[[], mt.Members], tuple[int, ...], tuple[int, 
 
 
 def operations(net: mt.Members, x: Tensor) -> float:
-    """The multiply-adds of one member, in millions."""
+    """Return the multiply-adds of one member, in millions."""
     net.runner = "loop"
     with torch.no_grad(), recording(net.network, (), work=True) as trace:
         net(x)
@@ -95,7 +95,7 @@ def call(net: mt.Members, runner: str, x: Tensor) -> None:
 
 
 def measure(net: mt.Members, x: Tensor, seconds: float) -> dict[str, float]:
-    """Median milliseconds of a call by each runner that can run the network."""
+    """Return median milliseconds per call for each runner that can run the network."""
     functions: dict[str, Callable[[], object]] = {}
     for runner in ("loop", *RUNNERS):
         try:
@@ -108,7 +108,7 @@ def measure(net: mt.Members, x: Tensor, seconds: float) -> dict[str, float]:
     end = time.perf_counter() + seconds
     while len(taken["loop"]) < 9 or time.perf_counter() < end:
         for name, function in functions.items():
-            function()  # memory and caches as they are when one runner runs again and again
+            function()  # warm up memory and caches after the previous runner
             start = clock()
             for _ in range(3):
                 function()
@@ -123,7 +123,7 @@ def print_rows(name: str, seconds: float, training: bool) -> None:
     layers = sum(parameter.dim() > 1 for parameter in net.member(0).parameters())
     for batch in batches:
         if training and batch == 1:
-            continue  # batch norms need more
+            continue  # batch norm needs two rows
         x = torch.randn(batch, *shape)
         work = operations(net, x)
         taken = measure(net, x, seconds)

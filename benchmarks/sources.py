@@ -1,11 +1,11 @@
-"""Speed of two versions of the library: the time of each case with one, in multiples of its time with the other.
+"""Speed of two versions of the library: times of each case, and their ratio.
 
     git worktree add /tmp/before REVISION
     python benchmarks/sources.py /tmp/before/src src
     python benchmarks/sources.py /tmp/before/src src --only resnet18 train
 
-Each version runs in a process of its own with one thread. The two take turns, case by case and call by call, and each
-number is a ratio of medians of the processes' own time, which other work on the machine hardly moves.
+Each version runs in its own process with one thread. The two take turns in each case. Numbers are medians of process
+time, on which other work has little influence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 
 class Version:
-    """A process that imports one version, and runs what it is told to."""
+    """A process that imports one version and runs cases on request."""
 
     def __init__(self, sources: str) -> None:
         self.process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Version:
 
 
 def networks() -> dict[str, tuple[Callable[[], Any], tuple[int, ...]]]:
-    """The single networks, and the shape of their input."""
+    """Return functions that build the single networks, with the shapes of their inputs."""
     import torch
     from torch import nn
 
@@ -98,7 +98,7 @@ def methods() -> dict[str, Callable[[Any], Any]]:
 
 
 def case(network: str, method: str, mode: str) -> Callable[[], object]:
-    """A call of a method's multitude in evaluation, or one of its training steps."""
+    """Return a call of a method's multitude in evaluation, or one of its training steps."""
     import torch
 
     build, shape = networks()[network]
@@ -125,7 +125,7 @@ def case(network: str, method: str, mode: str) -> Callable[[], object]:
 
 
 def work() -> None:
-    """Answer each line of the input: a case to prepare, or a number of calls to time."""
+    """Read lines from stdin: prepare the case that a line names, or time the number of calls that it gives."""
     import warnings
 
     import torch
@@ -141,7 +141,7 @@ def work() -> None:
                 for _ in range(3):
                     call()
                 print("ready", flush=True)
-            except Exception as error:  # a method that does not take this network
+            except Exception as error:  # the method refuses this network
                 print(type(error).__name__, str(error).replace("\n", " ")[:80], flush=True)
             continue
         start = time.process_time()
@@ -151,7 +151,7 @@ def work() -> None:
 
 
 def measured(versions: list[Version], words: str, turns: int) -> list[float] | str:
-    """Median seconds of a case with each version, or why it has none."""
+    """Return median seconds of a case with each version, or the error."""
     answers = [version.ask(words) for version in versions]
     if answers != ["ready"] * len(versions):
         return ", ".join(answers)

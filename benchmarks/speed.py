@@ -1,11 +1,11 @@
-"""What an ensemble costs: inference and training time of every runner, in multiples of the single network's.
+"""Costs of an ensemble: inference and training time of each runner, in multiples of the single network's.
 
     python benchmarks/speed.py                                   # this machine's CPU, batch 32
     python benchmarks/speed.py --device cuda --batch 512         # bf16 autocast, channels-last
     python benchmarks/speed.py --device cuda --batch 512 --compile
 
-All rows of a table are measured in one process, in turns, and each number is a median over the turns, so that a
-machine that speeds up or slows down does so for every row alike.
+All rows of a table run in one process and take turns. Each number is a median over the turns, so that changes in the
+machine's speed affect all rows equally.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHODS: dict[str, Callable[[nn.Module], mt.Multitude]] = {
 
 
 def networks(model: nn.Module, methods: list[str], runners: list[str]) -> dict[str, nn.Module]:
-    """The rows of the table: the single network, and every method by every runner that it has."""
+    """Return the networks of the table, by row name: the single network, and each method with each runner."""
     rows: dict[str, nn.Module] = {"single": model}
     for name in methods:
         net = METHODS[name](model)
@@ -54,7 +54,7 @@ def networks(model: nn.Module, methods: list[str], runners: list[str]) -> dict[s
 
 
 class Case:
-    """One row: a network ready for inference and for training steps."""
+    """A row of the table: a network for inference and training steps."""
 
     def __init__(self, net: nn.Module, args: argparse.Namespace, x: torch.Tensor, y: torch.Tensor) -> None:
         self.net = net.to(args.device)
@@ -89,7 +89,7 @@ class Case:
 
 
 def medians(functions: dict[str, Callable[[], object]], cuda: bool, repeats: int, calls: int = 1) -> dict[str, float]:
-    """Median milliseconds of a call of each function; they take turns, so that all run on the machine alike."""
+    """Return median milliseconds per call of each function. Functions take turns."""
 
     def run(function: Callable[[], object], times: int) -> None:
         for _ in range(times):
@@ -100,22 +100,22 @@ def medians(functions: dict[str, Callable[[], object]], cuda: bool, repeats: int
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats + 1):
         for name, function in functions.items():
-            run(function, 1)  # memory and caches as they are when one network runs again and again
+            run(function, 1)  # warm up memory and caches after the previous network
             start = time.perf_counter()
             run(function, calls)
-            if turn:  # the first turn warms up (and compiles)
+            if turn:  # the first turn warms up and compiles
                 taken[name].append((time.perf_counter() - start) * 1000 / calls)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def measure(cases: dict[str, Case], kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds of each case's inference or training."""
+    """Return median milliseconds of each case's inference or training."""
     functions = {name: getattr(case, kind) for name, case in cases.items()}
     return medians(functions, args.device == "cuda", args.repeats, args.calls)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """The options of a benchmark of networks."""
+    """Return a parser with the options of a benchmark of networks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
     parser.add_argument("--device", default="cpu")
@@ -127,7 +127,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def batch_for(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels that every network sees, after a line about where they are seen."""
+    """Return the images and labels for all networks, and print the device and settings."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

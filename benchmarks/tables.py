@@ -1,12 +1,12 @@
-"""A training step of `mt.tabm` beside the package of its authors, at equal settings, in turns.
+"""Costs of a training step of `mt.tabm` and of its authors' package, with equal settings, in turns.
 
     python benchmarks/tables.py [--threads 1 2] [--turns 15]
     python benchmarks/tables.py --device cuda [--precision bfloat16]
 
-Both have 32 members, piecewise-linear embeddings of 16 numbers in 48 bins, two hidden layers of 512, dropout 0.1, and
-batches of 256 rows of 9 numbers; `tabm` and `rtdl_num_embeddings` must be installed. A step is the forward pass, the
-mean of the members' squared errors, the gradient, its clipping and AdamW: by plain PyTorch for both, and of ours once
-more by `mt.fit`.
+Both have 32 members, piecewise-linear embeddings of width 16 with 48 bins, two hidden layers of 512, dropout 0.1, and
+batches of 256 rows of 9 numbers. A step is the forward pass, the mean of the members' squared errors, the backward
+pass, gradient clipping and AdamW. Both run in plain PyTorch, and `mt.tabm` also in `mt.fit`. The script needs the
+packages `tabm` and `rtdl_num_embeddings`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import multitudes as mt
 FEATURES, BINS, WIDTH = 9, 48, 16
 LR, DECAY, CLIP = 2e-3, 3e-4, 1.0
 STEPS = 8
-"""Of a turn."""
+"""Steps per turn."""
 
 
 def edges() -> list[list[float]]:
-    """Those of normal scores."""
+    """Return bin edges at the quantiles of a normal distribution."""
     levels = torch.linspace(0.001, 0.999, BINS + 1, dtype=torch.float64)
     return [torch.special.ndtri(levels).tolist()] * FEATURES
 
 
 def theirs(members: int, hidden: int) -> nn.Module:
-    """The package's network: `[B, F] -> [B, k, 1]`."""
+    """Build the package's network: `[B, F] -> [B, k, 1]`."""
     bins = [torch.tensor(each) for each in edges()]
     numbers = rtdl_num_embeddings.PiecewiseLinearEmbeddings(bins, WIDTH, activation=False, version="B")
     settings = {"k": members, "n_blocks": 2, "d_block": hidden, "dropout": 0.1}
@@ -44,12 +44,12 @@ def theirs(members: int, hidden: int) -> nn.Module:
 
 
 def ours(members: int, hidden: int) -> mt.Multitude:
-    """Ours: `[B, F] -> [k, B, 1]`."""
+    """Build the library's network: `[B, F] -> [k, B, 1]`."""
     return mt.tabm(lambda: mt.models.tabular(FEATURES, 1, edges(), hidden=(hidden, hidden)), members, task="regression")
 
 
 def turn(net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
-    """Some steps of plain PyTorch."""
+    """Return a turn: `STEPS` steps in plain PyTorch."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
     net.train()
 
@@ -64,7 +64,7 @@ def turn(net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: tuple[
 
 
 def fitted(net: mt.Multitude, batch: tuple[Tensor, Tensor], precision: str) -> Callable[[], None]:
-    """The same number of steps by `fit`."""
+    """Return a turn: `STEPS` steps by `fit`."""
 
     def steps() -> None:
         mt.fit(
@@ -76,7 +76,7 @@ def fitted(net: mt.Multitude, batch: tuple[Tensor, Tensor], precision: str) -> C
 
 
 def cases(members: int, hidden: int, rows: int, device: torch.device, precision: str) -> dict[str, Callable[[], None]]:
-    """The rows of the table."""
+    """Return a turn of each row of the table, by row name."""
     x, y = torch.randn(rows, FEATURES, device=device), torch.randn(rows, 1, device=device)
     low = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
     package, net, other = theirs(members, hidden).to(device), ours(members, hidden).to(device), ours(members, hidden)
@@ -98,7 +98,7 @@ def cases(members: int, hidden: int, rows: int, device: torch.device, precision:
 
 
 def measured(turns: int, rows: dict[str, Callable[[], None]], cuda: bool) -> dict[str, list[float]]:
-    """Milliseconds of a step, each row once in every turn."""
+    """Return milliseconds per step of each row in each turn."""
     found: dict[str, list[float]] = {name: [] for name in rows}
     for count in range(turns + 2):
         for name, steps in rows.items():
@@ -108,7 +108,7 @@ def measured(turns: int, rows: dict[str, Callable[[], None]], cuda: bool) -> dic
             steps()
             if cuda:
                 torch.cuda.synchronize()
-            if count >= 2:  # the first ones warm up
+            if count >= 2:  # the first two turns warm up
                 found[name].append(1000 * (time.perf_counter() - start) / STEPS)
     return found
 

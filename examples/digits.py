@@ -1,7 +1,7 @@
-"""A single network and a packed ensemble of it, side by side on handwritten digits.
+"""A single network and a packed ensemble, compared on handwritten digits.
 
-The digits are scikit-learn's own, 1,797 images of 8 x 8 pixels; the first half trains, the second half tests.
-Run it with `python examples/digits.py`: it takes some twenty seconds on two CPU cores.
+The data are scikit-learn's digits, 1,797 images of 8 x 8 pixels: the first half for training, the second half for
+testing. Run it with `python examples/digits.py`. It takes about twenty seconds on two CPU cores.
 """
 
 import time
@@ -19,7 +19,7 @@ SHADES = " .:-=+*#%@"
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images `[898, 1, 8, 8]` and labels `[898]`, then those of the test."""
+    """Return training images `[899, 1, 8, 8]` and labels `[899]`, then test images and labels."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -28,7 +28,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def network() -> nn.Module:
-    """A plain convolutional network. Nothing in it knows of ensembles."""
+    """Build a plain convolutional network; it needs no code for ensembles."""
     return nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2),
@@ -37,7 +37,7 @@ def network() -> nn.Module:
 
 
 def train(net: mt.Multitude, images: Tensor, labels: Tensor) -> float:
-    """Train any multitude, and give the seconds that it took."""
+    """Train any multitude, and return the seconds that it took."""
     start = time.perf_counter()
     optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE)
     steps = EPOCHS * -(-len(images) // BATCH)
@@ -53,7 +53,7 @@ def train(net: mt.Multitude, images: Tensor, labels: Tensor) -> float:
 
 
 def row(name: str, net: mt.Multitude, p: mt.Predictive, labels: Tensor, seconds: float) -> str:
-    """One line of the table: how right, how sure, how large, how long."""
+    """Format a line of the table: accuracy, NLL, ECE, parameters and training time."""
     accuracy = (p.label == labels).float().mean()
     nll = F.nll_loss(p.log_probs, labels)
     ece = MulticlassCalibrationError(num_classes=10, n_bins=15)(p.probs, labels)
@@ -62,13 +62,13 @@ def row(name: str, net: mt.Multitude, p: mt.Predictive, labels: Tensor, seconds:
 
 
 def picture(image: Tensor) -> list[str]:
-    """An image `[1, 8, 8]` as eight lines of text, two letters a pixel."""
+    """Format an image `[1, 8, 8]` as eight lines of text with two characters per pixel."""
     levels = (image[0] * (len(SHADES) - 1)).round().int().tolist()
     return ["".join(SHADES[level] * 2 for level in line) for line in levels]
 
 
 def show(images: Tensor, labels: Tensor, p: mt.Predictive) -> str:
-    """Images side by side, each with what the members say about it."""
+    """Format images side by side, each with its label, prediction and uncertainties."""
     columns = [
         [
             *picture(image),

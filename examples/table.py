@@ -1,8 +1,8 @@
-"""A table with scikit-learn's rules: predictions with deviations, intervals and sets that hold what they say.
+"""Tables with the scikit-learn estimators: predictions with standard deviations, intervals and sets.
 
-The tables are scikit-learn's own: diabetes (442 patients, a number to predict), as a frame with named columns, and wine
-(178 of them, of three growers). Gradient boosting stands beside, at its defaults.
-Run it with `python examples/table.py`: it takes some twenty seconds on two CPU cores.
+The data are scikit-learn's: diabetes, a regression with 442 patients as a data frame, and wine, 178 wines of three
+growers. Gradient boosting with default settings is the baseline. Run it with `python examples/table.py`. It takes about
+twenty seconds on two CPU cores.
 """
 
 import time
@@ -19,7 +19,7 @@ SEED, LEVEL = 0, 0.9
 
 
 def disease() -> None:
-    """How far a disease has progressed after a year: a number, its deviation and an interval."""
+    """Predict the progression of diabetes after a year, with a standard deviation and an interval."""
     X, y = load_diabetes(return_X_y=True, as_frame=True, scaled=False)
     X, X_new, y, y_new = train_test_split(X, y, test_size=0.25, random_state=SEED)
     start = time.perf_counter()
@@ -43,7 +43,7 @@ def disease() -> None:
 
 
 def wines() -> None:
-    """Which of three growers a wine is of: probabilities, and sets that hold the right one."""
+    """Predict the grower of a wine: probabilities, and sets that contain the right one."""
     X, y = load_wine(return_X_y=True)
     labels = np.array(["first", "second", "third"])[y]
     X, X_new, labels, new_labels = train_test_split(X, labels, test_size=0.25, random_state=SEED, stratify=labels)

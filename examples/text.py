@@ -1,9 +1,9 @@
-"""Methods on a small transformer that classifies texts, compared by one command.
+"""Methods on a small transformer for text classification, compared by one command.
 
-The texts are generated: reviews in which a word tells the opinion, of which one in ten is mislabelled and one in ten
-has no such word, so that a network should be unsure of it. The tokenizer and the model's configuration are made here; a
-folder that somebody else trained is named in the same way. Run it with `python examples/text.py`: it takes some forty
-seconds on two CPU cores.
+The texts are generated reviews with a word that expresses the opinion. One in ten is mislabeled, and one in ten has no
+such word, so a network should be uncertain about it. The script writes a tokenizer and a model configuration; the
+folder of any Hugging Face model works the same way. Run it with `python examples/text.py`. It takes about forty seconds
+on two CPU cores.
 """
 
 import csv
@@ -26,7 +26,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Sentences, each with its label."""
+    """Generate sentences and labels."""
     drawn = random.Random(seed)
     found = []
     for _ in range(count):
@@ -40,7 +40,7 @@ def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def write_model(folder: Path, texts: list[str]) -> None:
-    """A tokenizer of the words of the texts, and the configuration of a tiny BERT, as a Hugging Face folder."""
+    """Write a Hugging Face folder with a tokenizer of the texts' words and the configuration of a tiny BERT."""
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
     words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False))
@@ -58,7 +58,7 @@ def write_model(folder: Path, texts: list[str]) -> None:
 
 
 def multitudes(*arguments: str) -> None:
-    """The program, as it is called from a shell."""
+    """Run the command-line program."""
     print(f"\n$ multitudes {' '.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", "multitudes", *arguments], check=True)
 

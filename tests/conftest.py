@@ -1,4 +1,4 @@
-"""Settings of all tests. Only the first cases of a test marked `quick(count)` are quick; `campaign` implies `slow`."""
+"""Settings of all tests. `quick(count)` marks all but the first `count` cases of a test as slow, `campaign` all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, where Ctrl-C could not be tested
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # true in a shell's background; tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks are looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     seen: Counter[str] = Counter()
     for item in items:

@@ -1,4 +1,4 @@
-"""The table of cases: every method on every kind of small network."""
+"""Test cases: every method on every kind of small network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLASSES = 5
 
 
 class Mlp(nn.Module):
-    """An MLP with batch norm, written as users write them: nested, with a functional activation."""
+    """An MLP as users write it: nested, with batch norm and a functional activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """A Hugging Face model inside a network of the user's own."""
+    """A Hugging Face model inside a custom network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class Network:
     shape: tuple[int, ...]
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A network that has seen some data, so that its statistics are not those of a new one."""
+        """Return a copy of the network after some training batches, which change its running statistics."""
         model, state = self._made(seed)
         torch.set_rng_state(state)
         return copy.deepcopy(model)
 
-    @cache  # noqa: B019 - a few networks, as long as the tests run
+    @cache  # noqa: B019 - a few networks, for the whole test run
     def _made(self, seed: int) -> tuple[nn.Module, Tensor]:
-        """The network of a seed, and the random state after making it."""
+        """Return the network of a seed, and the random state after building it."""
         torch.manual_seed(seed)
         model = self.build().train()
         with torch.no_grad():
@@ -139,7 +139,7 @@ NETWORKS: dict[str, Network] = {
 
 
 def small_adapters(model: nn.Module, members: int = 8, **options: Any) -> mt.Multitude:
-    """Adapters of every layer that can have one, convolutions too."""
+    """Convert with adapters on every supported layer, including convolutions."""
     return mt.lora(model, members, 2, layers=lambda name, layer: True, **options)
 
 
@@ -157,22 +157,22 @@ METHODS: dict[str, Callable[..., mt.Multitude]] = {
 INDEPENDENT = ("deep_ensemble", "packed", "lora")
 
 SEEING = ("packed", "masksembles", "mimo", "tabm", "heads", "lora")
-"""Methods that run the network on an example."""
+"""Methods that run the network on an example during conversion."""
 
 REFUSED = {("mimo", "hugging_face")}
-"""Hugging Face's models count the channels of images, which MIMO widens."""
+"""Hugging Face models check the number of image channels, which MIMO changes."""
 
 EVERYWHERE = ("packed", "masksembles", "mc_dropout")
-"""Methods that change most of a network, and that the quick suite has on all networks but one."""
+"""Methods that change most of a network; the quick suite tests them on all networks but one."""
 MOST_UNLIKE = ("mlp", "resnet", "transformer", "hugging_face")
-"""The networks on which the quick suite has methods that leave most of a network alone."""
+"""Networks on which the quick suite tests methods that change little of a network."""
 SHARING = ("heads", "lora", "laplace")
 
 
 def case_of(method: str, network: str, drawing: bool = False) -> Any:
-    """A case of the table; where the quick suite has others like it, it is left to the slow one."""
+    """Return a test case, marked as slow if the quick suite has similar ones."""
     alike = {"vit"} | ({"group_norm", "separable"} if method not in EVERYWHERE else set())
-    if drawing and method not in ("mc_dropout", "laplace"):  # draws know nothing of the network that they are of
+    if drawing and method not in ("mc_dropout", "laplace"):  # draws do not depend on the network
         alike |= {"hugging_face", "cnn", "tabular"} | ({"resnet"} if method not in ("patched", "swag") else set())
     left = network in alike or (method in SHARING and network not in MOST_UNLIKE)
     return pytest.param(method, network, id=f"{method}-{network}", marks=[pytest.mark.slow] if left else [])
@@ -187,16 +187,16 @@ CASES = [
 ]
 
 QUICK = ("mlp", "transformer")
-"""The networks on which the quick suite trains every method until its loss falls."""
+"""Networks on which the quick suite trains every method until its loss falls."""
 
 
 def slow_but_for(networks: tuple[str, ...], cases: list[Any]) -> list[Any]:
-    """The cases, those of other networks marked as slow."""
+    """Return the cases, with those of other networks marked as slow."""
     return [c if c.values[1] in networks else pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in cases]
 
 
 def build(method: str, model: nn.Module, network: str, members: int = 3, **options: object) -> mt.Multitude:
-    """The method's multitude of a model, with the options that it has."""
+    """Convert a model with a method and its default options for tests."""
     if method == "packed":
         options.setdefault("alpha", 1.0 if members == 1 else 2.0)
     if method in SEEING:
@@ -205,6 +205,6 @@ def build(method: str, model: nn.Module, network: str, members: int = 3, **optio
 
 
 def stacked_parameters(net: mt.Members) -> dict[str, Tensor]:
-    """Each parameter of all members, `[M, ...]`, by its name in one."""
+    """Return each parameter of all members, `[M, ...]`, by its name in a member."""
     names = dict(net.member(0).named_parameters())
     return {name: torch.stack([member.get_parameter(name) for member in net.network]) for name in names}

@@ -1,4 +1,4 @@
-"""The table of cases for methods whose predictions are draws: every method on every kind of small network."""
+"""Test cases for methods whose predictions are draws, on every kind of small network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Convert = Callable[[nn.Module, Tensor, int], mt.Multitude]
 
 
 class Jitter(Stochastic):
-    """Adds normal noise to each row."""
+    """A layer that adds normal noise to each row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.expects else x + self.normal(x.shape, like=x)
@@ -24,7 +24,7 @@ class Jitter(Stochastic):
 
 def before_all_but_the_first(model: nn.Module, x: Tensor, seed: int) -> mt.Multitude:
     layers = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
-    inside = [name for name in layers[1:] if "encoder" not in name]  # attention reads the weights of its own layers
+    inside = [name for name in layers[1:] if "encoder" not in name]  # attention reads its layers' weights directly
     return mt.mc_dropout(model, 0.3, inside, example=x)
 
 
@@ -42,13 +42,13 @@ MLP_OF_HF = "model.vit.layers.0.mlp.fc1"
 
 
 def before_an_activation(name: str, layer: nn.Module) -> bool:
-    """One layer with an activation after it: a zero-centred layer's information is in the spread of its outputs."""
+    """Select one layer with an activation after it: the mean of a zero-centered layer's outputs is always 0."""
     named = ("body.3.0", "fc1", "4", "encoder.linear1", "layer4.0.conv2", "mlp.layers.0", "blocks.0.fc1", MLP_OF_HF)
     return name in named or (name == "3" and layer.groups == 1)
 
 
 def trajectory(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Five networks close to the model, like checkpoints of its training."""
+    """Return five state dicts close to the model's, like checkpoints of its training."""
     generator = torch.Generator().manual_seed(3)
     return [
         {
@@ -91,7 +91,7 @@ VARIANTS: dict[str, Convert] = {
     "subspace_dropout": lambda model, x, seed: mt.subspace(model, "dropout", trajectory(model)),
     "subspace_diagonal": lambda model, x, seed: mt.subspace(model, "diagonal", trajectory(model)),
 }
-"""Other settings of these methods, on one network."""
+"""Other settings of these methods, tested on one network."""
 
 DRAWING = LEARNING | SAMPLED | VARIANTS
 
@@ -105,7 +105,7 @@ LEARNING_CASES = [case for case in CASES if case.values[0] in LEARNING]
 
 
 def build(method: str, network: str, seed: int = 0, model: nn.Module | None = None) -> mt.Multitude:
-    """The method's multitude of a network's model."""
+    """Convert a network's model with a method."""
     case = NETWORKS[network]
     model = case.model() if model is None else model
     x = case.batch(2)[0].to(next(model.parameters()))

@@ -1,4 +1,4 @@
-"""Networks on which smoothing and heads are tested."""
+"""Networks for tests of smoothing and heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multitudes.models.resnet import BasicBlock
 
 STAGES = ["layer2.0", "layer3.0", "layer4.0"]
 FOUR = [*STAGES, "avgpool"]
-"""Before which layers of a ResNet there is a `Smooth`."""
+"""Layers of a ResNet with a `Smooth` before them."""
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -30,7 +30,7 @@ def chain(*layers: nn.Module) -> nn.Sequential:
 
 
 class Functional(nn.Module):
-    """Pools by functions, in its own forward."""
+    """A network that pools with functions in its forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks that are hard to run with their members side by side."""
+"""Networks that are hard to run packed or under vmap."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SqueezeExcite(nn.Module):
 
 
 class ConvNext(nn.Module):
-    """Layer norm over channels by permuting, a depthwise convolution, a residual in place."""
+    """Layer norm over permuted channels, a depthwise convolution and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Volume(nn.Module):
 
 
 class Branches(nn.Module):
-    """Control flow on values."""
+    """A forward with control flow that depends on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Tied(nn.Module):
 
 
 class TwoNames(nn.Module):
-    """One layer, with batch norm of its own, known by two names."""
+    """One layer with batch norm, registered under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class TwoNames(nn.Module):
 
 
 class Reused(nn.Module):
-    """One layer in two places, a constant, arithmetic on sizes, and a view of a part written in place."""
+    """One layer in two places, a buffer, arithmetic on sizes, and in-place writes to a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Reused(nn.Module):
 
 
 class Aliased(nn.Module):
-    """What is easily got wrong: aliases written in place, optional arguments, questions about types."""
+    """In-place writes to aliases, optional arguments and a test for None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Aliased(nn.Module):
 
 
 class Asks(nn.Module):
-    """Asks for the type of a value, which stands for all members'."""
+    """A forward that tests the type of a value, which is a wrapper when packed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Asks(nn.Module):
 
 
 class Written(nn.Module):
-    """Assigns to a part of a tensor."""
+    """A forward that assigns to a part of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

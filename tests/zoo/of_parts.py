@@ -1,4 +1,4 @@
-"""Networks in a line: parts by name, and what is computed with them."""
+"""One-line networks: named parts and a forward function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Of(nn.Module):
-    """A network of these parts whose forward is a function of itself and its inputs.
+    """A network with named parts, whose forward calls `function(self, *inputs)`.
 
     `Of(lambda net, x: net.head(net.body(x)), body=nn.Linear(3, 4), head=nn.Linear(4, 2))`.
     """

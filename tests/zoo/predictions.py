@@ -1,4 +1,4 @@
-"""Names, numbers and comparisons that the tests of `Predictive` share."""
+"""Names, references and comparisons for tests of `Predictive`."""
 
 import re
 from itertools import combinations
@@ -45,15 +45,15 @@ def randn(*shape, dtype=torch.float32, scale=3.0, seed=0):
 
 
 def close(actual, expected, atol=1e-6, rtol=1e-5):
-    """Equal in shape and, to rounding, in value; the dtypes may differ.
+    """Assert equal shapes, and values equal up to rounding; dtypes may differ.
 
-    For two computations of the same numbers: in other batches or chunks, by another runner or library, their last bits
-    may differ, and on another CPU differently. `torch.equal` is for the same operations on the same memory layout.
+    Use it for computations whose last bits may differ: in other batches or chunks, by another runner or library, or on
+    another CPU. Use `torch.equal` for the same operations on the same memory layout.
     """
     expected = torch.as_tensor(expected)
     torch.testing.assert_close(actual, expected.to(actual.dtype), atol=atol, rtol=rtol)
 
 
 def raises(sentence):
-    """A ValueError that is this very sentence."""
+    """Expect a ValueError with exactly this message."""
     return pytest.raises(ValueError, match=f"^{re.escape(sentence)}$")

@@ -1,4 +1,4 @@
-"""Small transformers, and how many rows go through a part of a network."""
+"""Small transformers, and a counter of the rows that a module processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def distilbert() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    """Grouped queries, and rotary positions that every block is given."""
+    """Build a Llama with grouped queries, whose blocks all receive the rotary positions."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_labels=3,
@@ -69,7 +69,7 @@ def llama() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    """Windows of an image as rows of their own."""
+    """Build a Swin, whose attention treats windows of an image as rows."""
     torch.manual_seed(0)
     config = transformers.SwinConfig(
         image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
@@ -80,11 +80,11 @@ def swin() -> nn.Module:
 FAMILIES = [
     pytest.param(family, marks=pytest.mark.slow, id=family.__name__) for family in (roberta, distilbert, llama, swin)
 ]
-"""More transformers, which differ in what their blocks are given and in their heads."""
+"""More transformers, with other block inputs and heads."""
 
 
 def tokens(rows: int, length: int = 7) -> dict[str, Tensor]:
-    """Ids and a mask, of which some rows are shorter."""
+    """Return token ids and a mask; the first row is shorter."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 50, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -93,7 +93,7 @@ def tokens(rows: int, length: int = 7) -> dict[str, Tensor]:
 
 
 def rows_through(net: mt.Multitude, name: str, x: Any) -> int:
-    """How many rows a module is called with in one forward of a network, which has seen such an input before."""
+    """Return the number of rows that a module processes in one warm forward of a network."""
     module, counted = net.network.get_submodule(name), [0]
     forward = module.forward
 
@@ -101,7 +101,7 @@ def rows_through(net: mt.Multitude, name: str, x: Any) -> int:
         counted[0] += len(next(value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)))
         return forward(*args, **kwargs)
 
-    module.forward = count  # hooks would change how members run
+    module.forward = count  # a hook would change the runner
     try:
         net(x)
         counted[0] = 0

@@ -1,4 +1,4 @@
-"""Generated texts with a rule that can be learned, and tiny Hugging Face models with their tokenizer."""
+"""Generated texts with a learnable rule, and tiny Hugging Face models with a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THINGS = ("film", "book", "meal", "phone", "hotel", "song")
 
 
 def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Sentences of different lengths, and whether they are good or bad, which one of their words tells."""
+    """Generate sentences of different lengths, labeled good or bad; one of the words determines the label."""
     drawn = random.Random(seed)
     found = []
     for _ in range(count):
@@ -36,7 +36,7 @@ def write_csv(path: Path, rows: Sequence[Sequence[object]], header: Sequence[str
 
 
 def tokenizer(folder: Path, special: bool = True) -> Any:
-    """Of the words of the reviews; a `special` one puts tokens before and behind a text, as BERT's does."""
+    """Write a tokenizer of the reviews' words; if `special`, it adds tokens before and after a text, like BERT's."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
     words.normalizer = tokenizers.normalizers.Lowercase()
     words.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -75,7 +75,7 @@ def text_config(kind: str, vocabulary: int) -> Any:
 
 
 def text_model(folder: Path, kind: str = "bert", weights: bool = False) -> Path:
-    """The folder of a tiny model, with its tokenizer, and with weights if asked for."""
+    """Write a folder with a tiny model and its tokenizer, and with weights if `weights`."""
     fast = tokenizer(folder, special=kind != "gpt2")
     config = text_config(kind, len(fast))
     config.save_pretrained(folder)
