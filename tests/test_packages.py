@@ -16,7 +16,7 @@ import pytest
 
 import multitudes
 
-ROOMS = multitudes.ROOMS
+PACKAGES = multitudes.PACKAGES
 """From the lowest to the highest: each may import from those before it, so the library never imports `lab`."""
 LAB = ("data", "study", "report", "serve", "cli")
 """The packages of `lab`, in the same order."""
@@ -42,35 +42,35 @@ def imports(path: Path) -> Iterator[str]:
 GRAPH = {name: set(imports(path)) - {name} for name, path in NAMES.items()}
 
 
-def test_only_rooms_lie_in_the_package() -> None:
+def test_the_library_has_only_the_listed_packages() -> None:
     files = {path.name for path in PACKAGE.iterdir() if path.is_file()}
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert files == {"__init__.py", "__main__.py", "py.typed"}
-    assert rooms == set(ROOMS)
+    assert packages == set(PACKAGES)
 
 
 @pytest.mark.parametrize(
-    ("room", "before"),
+    ("package", "before"),
     [
-        *((f"multitudes.{room}", ROOMS[:place]) for place, room in enumerate(ROOMS)),
+        *((f"multitudes.{package}", PACKAGES[:place]) for place, package in enumerate(PACKAGES)),
         *((f"multitudes.lab.{part}", [f"lab.{one}" for one in LAB[:place]]) for place, part in enumerate(LAB)),
     ],
 )
-def test_a_room_imports_from_lower_rooms_alone(room: str, before: Sequence[str]) -> None:
-    parent = room.rpartition(".")[0] if room.count(".") > 1 else "multitudes"
+def test_a_package_imports_only_from_lower_packages(package: str, before: Sequence[str]) -> None:
+    parent = package.rpartition(".")[0] if package.count(".") > 1 else "multitudes"
     allowed = tuple(f"multitudes.{each}." for each in before)
     upwards = [
         f"{name} imports {other}"
         for name, others in GRAPH.items()
         for other in others
-        if f"{name}.".startswith(f"{room}.") and f"{other}.".startswith(f"{parent}.") and other != "multitudes"
-        if not f"{other}.".startswith((f"{room}.", *allowed))
+        if f"{name}.".startswith(f"{package}.") and f"{other}.".startswith(f"{parent}.") and other != "multitudes"
+        if not f"{other}.".startswith((f"{package}.", *allowed))
     ]
     assert not upwards
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    # The package itself imports every room, and is imported by none for anything but its namespaces.
+    # The package itself imports every package, and is imported by none for anything but its namespaces.
     graph = {name: {other for other in others if other != "multitudes"} for name, others in GRAPH.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -78,10 +78,10 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_says_what_is_in_it_and_what_a_newcomer_changes(room: str) -> None:
-    words = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
-    assert words and "imports" in words.lower() and len(words.splitlines()) >= 3, f"{room}/__init__.py: {words}"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_describes_its_contents_and_imports(package: str) -> None:
+    words = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
+    assert words and "imports" in words.lower() and len(words.splitlines()) >= 3, f"{package}/__init__.py: {words}"
 
 
 def test_no_function_or_class_hides_a_module() -> None:
@@ -108,8 +108,8 @@ def test_public_names_are_those_that_type_checkers_see_and_are_found_when_asked_
         (node.module, alias.name) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
     homes = {(f"multitudes.{home}", name) for home, names in multitudes.HOMES.items() for name in names.split()}
-    rooms = {("multitudes", name) for name in multitudes.__all__ if name in multitudes.ROOMS}
-    assert seen == homes | rooms | {("multitudes.lab", "data")} and {name for _, name in seen} == set(
+    packages = {("multitudes", name) for name in multitudes.__all__ if name in multitudes.PACKAGES}
+    assert seen == homes | packages | {("multitudes.lab", "data")} and {name for _, name in seen} == set(
         multitudes.__all__
     )
     every: dict[str, object] = {}

@@ -59,7 +59,7 @@ __all__ = [
     "temporal", "to_onnx", "variance",
 ]  # fmt: skip
 
-ROOMS = (
+PACKAGES = (
     *("base", "networks", "tasks", "draws", "ensemble", "surgery", "training", "methods", "layers", "models"),
     *("metrics", "shift", "evaluation", "files", "deployment", "landscape", "lab", "sklearn"),
 )
@@ -100,4 +100,4 @@ HOMES = {
 }
 """Modules of the public names. Each is imported on first access, since torch alone takes a second."""
 
-__getattr__, __dir__ = lazy_names(__name__, HOMES, {**dict(zip(ROOMS, ROOMS, strict=True)), "data": "lab.data"})
+__getattr__, __dir__ = lazy_names(__name__, HOMES, {**dict(zip(PACKAGES, PACKAGES, strict=True)), "data": "lab.data"})

@@ -41,7 +41,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import an optional module; raise an ImportError that names `what` needs it and the extra that installs it.
+    """Import an optional module; if it is missing, raise an ImportError that names the extra that installs it.
 
     >>> needed("json", "report", "a report").dumps([1])
     '[1]'

@@ -1,7 +1,7 @@
 """Capture a network's kernels for one input shape as a CUDA graph.
 
 A convolutional network, or one that draws, is traced and its convolutions are fused. Any other network is compiled. For
-members, all promising runners are captured, and the fastest graph is kept.
+members, each promising runner is captured, and the fastest graph is kept.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, generators: Iterable[torch
 
 
 def _recover(pool: Any) -> None:
-    """Reset torch's state after a failed capture by a successful one, or else random functions of the device raise."""
+    """Run a successful capture after a failed one; otherwise random functions on the device raise an error."""
     with suppress(RuntimeError, AttributeError):  # torch has ended it already
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     graph = torch.cuda.CUDAGraph()
@@ -168,7 +168,7 @@ def capture(
 ) -> Captured:
     """Return the fastest graph of a network for inputs like `x` and this many draws, or raise `CannotTrace`.
 
-    With `like`, the plan of a graph for another size, the slow timing and compiling are skipped.
+    `like` is the plan of a graph of another size; with it, timing and compiling are skipped.
     """
     best: Captured | None = None
     reason = ""
@@ -227,7 +227,7 @@ def _plan_unfused(call: Callable[..., Tensor], tensors: list[Tensor], runner: st
         call(*tensors)  # fill caches before the capture
         try:
             check_synchronization(call, tensors)
-        except CannotTrace:  # may be a constant in a trace
+        except CannotTrace:  # tracing may turn the value into a constant
             return _plan_fused(call, tensors, runner, like)
         if like is not None:
             return Plan(call, runner, (), [("kernels", "torch's own")])

@@ -350,7 +350,7 @@ class Multitude(TaskNetwork):
         return self._draw_cache.make(run, numbers, seed, memory)
 
     def _count(self, draws: int | None) -> int | None:
-        """Return how many draws to make; None if no layer draws, or during a draw."""
+        """Return how many draws to make; None if no layer draws, during a draw, or if layers use expectations."""
         count = draws
         if count is None:
             count = self.training_draws if self.training else self.draws

@@ -1,5 +1,5 @@
 """Networks in files: `save` and `load`, `freeze`, `to_onnx`.
 
-This room imports no methods: each layer declares how it is folded and with which module it shares tensors. Loading
+This package imports no methods: each layer declares how it is folded and with which module it shares tensors. Loading
 never runs code.
 """

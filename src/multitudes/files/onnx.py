@@ -34,7 +34,7 @@ from multitudes.networks.copies import copied
 from multitudes.tasks.predictive import Predictive
 
 VALUES = ("mean", "members")
-"""Outputs that are values of the target; other outputs are deviations."""
+"""Outputs in the units of the target, with its offset; `std` has only its scale."""
 
 METADATA = "multitudes"
 """Metadata key of the task and its settings, as JSON."""

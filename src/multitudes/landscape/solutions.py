@@ -113,6 +113,7 @@ def read_solutions(
 
     Returns:
         The solutions with their predictions; a valid argument for all functions that take solutions.
+
     Example:
         >>> nets = [nn.Linear(3, 2) for _ in range(2)]
         >>> read = read_solutions(
@@ -177,6 +178,7 @@ def subspaces(
 
     Returns:
         Subspaces by kind, which can be a run in `read_solutions`.
+
     Example:
         >>> model = nn.Linear(3, 2)
         >>> checkpoints = [{k: v + i**j for j, (k, v) in enumerate(model.state_dict().items())} for i in range(9)]

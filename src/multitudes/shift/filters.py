@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def border_index(index: Tensor, size: int, border: str) -> Tensor:
-    """Map indices outside 0 .. size - 1 inside, by SciPy's border rules `nearest`, `reflect`, `mirror` and `wrap`.
+    """Map out-of-range indices into 0 .. size - 1 by SciPy's border rules `nearest`, `reflect`, `mirror` and `wrap`.
 
     >>> [border_index(torch.arange(-3, 7), 4, border).tolist() for border in ("reflect", "mirror", "wrap")]
     [[2, 1, 0, 0, 1, 2, 3, 3, 2, 1], [3, 2, 1, 0, 1, 2, 3, 2, 1, 0], [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]]

@@ -25,7 +25,7 @@ def is_frame(X: Any) -> bool:
 
 
 def _is(X: Any, package: str, name: str) -> bool:
-    module = sys.modules.get(package)  # an object of a package implies that it is imported
+    module = sys.modules.get(package)  # if X is one of its objects, it is already imported
     return module is not None and hasattr(module, name) and isinstance(X, getattr(module, name))
 
 
@@ -96,8 +96,8 @@ def fitted_encoder(
 ) -> TableEncoder:
     """Fit an encoder to these rows; columns of an array are always `numbers`.
 
-    A warning lists the columns of a frame that are dropped (ids, constants, distinct texts). If these would be all
-    columns, only columns without values are dropped.
+    A warning lists the columns of a frame that are dropped (ids, constants, distinct texts). If that would drop
+    every column, only empty columns are dropped.
     """
     if numbers:
         known = {name: column.values[rows] for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""`Batches`: one form for all data that networks are measured on."""
+"""`Batches`: a common form of evaluation data."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from multitudes.networks.trace import preserve_state, recording
 from multitudes.networks.versions import hooked_module
 
 MANY = 8
-"""From this many members on, calling layers M times takes longer than stacking their weights. With fewer, only
-convolutions of several rows are faster packed."""
+"""From this many members on, calling layers M times takes longer than stacking their weights. With fewer,
+packing pays only for convolutions of two or more rows."""
 
 MOST_WEIGHTS = 2**21
 """Maximum bytes of all members' weights in networks without convolutions; every call stacks them."""

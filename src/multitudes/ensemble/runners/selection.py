@@ -23,7 +23,7 @@ class Workload:
     shared: float = 0.0
     """Share of the multiply-adds before the first layer that differs between members."""
     products: float = inf
-    """Bytes of all members' largest layer input, if all layers that differ are batched products."""
+    """Bytes of the largest layer input over all members; infinite unless every differing layer is a batched product."""
     convolves: bool = False
     """True if the network has at least as many kernels as matrices."""
     small: bool = False
@@ -54,20 +54,21 @@ class Choice:
         )
 
 
-LATE, EARLY = ("tiled_late", "side_by_side", "tiled"), ("tiled_late", "tiled", "side_by_side")
+VMAP_BEFORE_TILED = "tiled_late", "side_by_side", "tiled"
+TILED_BEFORE_VMAP = "tiled_late", "tiled", "side_by_side"
 """All members at once: tiled at the first layer that differs, under vmap from there on, or tiled from the start.
 
 vmap adds time to each function call, so it comes last if little is shared.
 """
 
 SHARED = (
-    Choice(LATE, training=True, least_shared=0.05),
-    Choice(LATE, device="cuda", least_shared=0.05),
-    Choice(LATE, least_shared=0.25),
-    Choice(EARLY, training=True),
-    Choice(EARLY, device="cuda"),
-    Choice(EARLY, table=True, most_rows=4096),
-    Choice(EARLY, most_products=16e6),
+    Choice(VMAP_BEFORE_TILED, training=True, least_shared=0.05),
+    Choice(VMAP_BEFORE_TILED, device="cuda", least_shared=0.05),
+    Choice(VMAP_BEFORE_TILED, least_shared=0.25),
+    Choice(TILED_BEFORE_VMAP, training=True),
+    Choice(TILED_BEFORE_VMAP, device="cuda"),
+    Choice(TILED_BEFORE_VMAP, table=True, most_rows=4096),
+    Choice(TILED_BEFORE_VMAP, most_products=16e6),
     Choice(("one_by_one",)),
 )
 """For members that share weights. A CPU takes longer for one large batch than for M small ones."""
@@ -78,7 +79,7 @@ INDEPENDENT = (
     Choice(("packed",), device="cpu", small=True),
     Choice(("loop",)),
 )
-"""For members that share no weight. A CPU is fastest one after the other unless they are small; a GPU, all at once."""
+"""For members with their own weights. On a CPU, one after the other is fastest unless they are small."""
 
 
 def runners_for(table: Sequence[Choice], workload: Workload) -> tuple[str, ...]:

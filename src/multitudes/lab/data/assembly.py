@@ -58,12 +58,13 @@ def load(
     columns are left out. Missing numbers and dates are filled with the median and flagged by an extra feature; a
     missing text is a category. `Data.reading` describes how each column was read.
 
-    The parts of the source are used. Missing ones are drawn from its training part, stratified by class.
+    Parts that the source has are kept; missing ones are drawn from its training part, stratified by class.
 
     Args:
         source: One of
 
-            - `"digits"`, from scikit-learn (see `digits`), or a file that `save` wrote (`.mtdata`), used as they are;
+            - `"digits"`, from scikit-learn (see `digits`);
+            - a file that `save` wrote (`.mtdata`);
             - a Hugging Face dataset, `"owner/name"` or `"owner/name:configuration"`;
             - a Parquet or CSV file, or a folder of them; file names may contain the part (`train-00.parquet`);
             - a folder of images, one folder per class, optionally inside `train` and `test`;
@@ -77,7 +78,7 @@ def load(
             and `"dmy"` or `"mdy"` for dates with the day or the month first.
         split: Column with the part of each row.
         task: "classification" or "regression", to override the type of the target.
-        fold: Fold that is the test part, with `folds`; or split of a `.npz` file.
+        fold: With `folds`, the fold used as test part; otherwise the split of a `.npz` file.
         folds: Number of folds of a cross-validation.
         size: Size to which images are resized: a number, or height and width.
         ood: Other sources of out-of-distribution inputs (their test part, if any): images converted to the shape of
@@ -298,7 +299,7 @@ def _check(options: LoadOptions) -> None:
 
 
 class BadRows:
-    """Unusable rows of a source, by reason. They raise an error, or with `skip` are left out and counted.
+    """Unusable rows of a source, by reason. By default they raise an error; with `skip`, they are left out and counted.
 
     A row needs all values of the columns `needed` and all inputs; tables, which impute values, need only one input.
     """

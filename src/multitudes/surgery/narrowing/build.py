@@ -38,7 +38,7 @@ def build_function(model: nn.Module | Factory | Build) -> Build | None:
 
 
 def refuse_options(gamma: object, min_channels: object, layers: object, init: object, heads: object) -> None:
-    """Raise an error for an option of narrowing other than its default, since the function narrows."""
+    """Raise an error if an option of automatic narrowing is set: it has no effect on a build function."""
     options = {
         "gamma": (gamma, 1), "min_channels": (min_channels, 64), "layers": (layers, None),
         "init": ("fresh" if init is None else init, "fresh"), "heads": (heads, None),

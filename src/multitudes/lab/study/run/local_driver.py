@@ -2,7 +2,7 @@
 
     python -m multitudes.lab.study.run.local_driver
 
-Other systems than Linux spawn a fresh process per job.
+On systems other than Linux, each job is a newly spawned process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from multitudes.lab.study.run.monitor import JobProgress
 from multitudes.lab.study.run.store import Job, failure_in
 
 PRELOADED = ("multitudes.lab.study.run.worker", "safetensors.torch", "sklearn.datasets", "torch.profiler", "PIL.Image")
-"""Imports that jobs need, preloaded if installed. They must not initialise a GPU or start threads: forks lose those."""
+"""Imports that jobs need, preloaded if installed.
+
+They must not initialize a GPU or start threads, which forked processes do not inherit.
+"""
 OUTPUT = "output.txt"
 """File in a job's directory for its output."""
 BLOCKED = (signal.SIGINT, signal.SIGTERM)
