@@ -78,9 +78,12 @@ class IndependentRunners:
         key = first.device.type, training, torch.is_autocast_enabled(first.device.type), first.dtype, first.shape
         if key not in self.usual_names:
             small = not first.is_cuda and self._packs_small(x)
-            rows = len(first) if first.dim() else 0
-            use = Workload(first.device.type, training, rows, False, convolves=convolves(self.networks[0]), small=small)
-            self.usual_names[key] = runners_for(INDEPENDENT, use)[0]
+            rows, member = len(first) if first.dim() else 0, self.networks[0]
+            work = float(rows * sum(parameter.numel() for parameter in member.parameters()))
+            workload = Workload(
+                first.device.type, training, rows, False, convolves=convolves(member), work=work, small=small
+            )
+            self.usual_names[key] = runners_for(INDEPENDENT, workload)[0]
         return self.usual_names[key]
 
     @uncompiled

@@ -26,6 +26,8 @@ class Workload:
     """Bytes of the largest layer input over all members; infinite unless every differing layer is a batched product."""
     convolves: bool = False
     """True if the network has at least as many kernels as matrices."""
+    work: float = 0.0
+    """Rows of the batch times a member's parameters."""
     small: bool = False
     """True if a member spends most of its time on calling layers (`runners/member_size.py`)."""
 
@@ -41,6 +43,7 @@ class Choice:
     most_rows: float = inf
     least_shared: float = 0.0
     most_products: float = inf
+    least_work: float = 0.0
     convolves: bool | None = None
     small: bool | None = None
 
@@ -51,6 +54,7 @@ class Choice:
             and workload.rows <= self.most_rows
             and workload.shared >= self.least_shared
             and workload.products <= self.most_products
+            and workload.work >= self.least_work
         )
 
 
@@ -74,12 +78,16 @@ SHARED = (
 """For members that share weights. A CPU takes longer for one large batch than for M small ones."""
 
 INDEPENDENT = (
+    Choice(("loop",), device="cuda", convolves=True, least_work=8e9),
     Choice(("packed",), device="cuda", convolves=True),
     Choice(("vmapped",), device="cuda"),
     Choice(("packed",), device="cpu", small=True),
     Choice(("loop",)),
 )
-"""For members with their own weights. On a CPU, one after the other is fastest unless they are small."""
+"""For members with their own weights. On a CPU, one after the other is fastest unless they are small.
+
+A GPU runs them together unless one member alone keeps it busy, such as a ResNet-50 on 512 images.
+"""
 
 
 def runners_for(table: Sequence[Choice], workload: Workload) -> tuple[str, ...]:
