@@ -229,6 +229,8 @@ class SharedRunners:
             member = member_view(self.network, 0)
             with running_statistics(self.network):
                 reason = self._difference(x, runner, own_rows=True)
+                if isinstance(runner, Tiled):
+                    return reason
                 return reason or rows_interact(self.network, lambda x: run(member, x).unsqueeze(0), x)
 
         if reason := self.own_rows_verdicts.reason(version, self.network, x, find):
@@ -373,10 +375,12 @@ class SharedRunners:
             named = layer if isinstance(trial, Tiled) else None
             learns = torch.is_grad_enabled()
             reason = difference(self.network, x, lambda x: fast(x)[few], plain, gradients=learns, layer=named)
-            if not reason and isinstance(trial, Tiled):  # members' rows are nearly equal, which hides mixing
-                reason = rows_interact(self.network, lambda x: run(alone[0], x)[None], x)
-        # A reentrant checkpoint does not support this comparison; inside it, rows are tiled as outside.
-        return "" if named is not None and "use_reentrant" in reason else reason
+            if isinstance(trial, Tiled):
+                if "use_reentrant" in reason:  # a reentrant checkpoint does not support the comparison of gradients
+                    reason = ""
+                # Members' rows are nearly equal in the comparison, which hides what mixes them.
+                reason = reason or rows_interact(self.network, lambda x: run(alone[0], x)[None], x)
+        return reason
 
 
 def _has_hooks(module: nn.Module) -> bool:
